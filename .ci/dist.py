@@ -29,7 +29,7 @@ LICENCE = "LICENSE"
 THIRD_PARTY = "examples/plugins/reinforce_pp"
 """The third-party plugin that is trained with."""
 TASK = """\
-from trainkit.testing.bandit import Bandit
+from trainkit_kit import Bandit
 
 def bandit():
     arguments = Bandit().arguments
@@ -246,7 +246,8 @@ def check_installed(programs: Path, projects: Sequence[Project], outside: Path) 
     found = json.loads(run(programs / "trainkit", "plugins", "list", "--probe", "--json", cwd=outside))
     if unusable := [f"{plugin['name']}: {plugin['why']}" for plugin in found if plugin["why"]]:
         raise DistError(f"installed from wheels, these plugins cannot be used: {'; '.join(unusable)}")
-    if absent := {project.name for project in projects[1:]} - {plugin["distribution"] for plugin in found}:
+    with_plugins = {project.name for project in projects[1:]} - {"trainkit-kit"}
+    if absent := with_plugins - {plugin["distribution"] for plugin in found}:
         raise DistError(f"installed from wheels, these distributions provide no plugin: {', '.join(sorted(absent))}")
     say(f"{len(found)} plugins are installed: {', '.join(plugin['name'] for plugin in found)}")
 

@@ -34,7 +34,7 @@ from trainkit import TRLConfig
 from trainkit.plugins import get_trainer, load_file
 from trainkit.rollouts import Weights
 from trainkit.testing import character_tokenizer, tiny_gpt2
-from trainkit.testing.copying import CopyingEngine
+from trainkit_kit.copying import CopyingEngine
 
 ARITHMETIC = Path(__file__).parents[1] / "examples" / "rloo_arithmetic"
 GOAL = 0.9

@@ -30,7 +30,7 @@ from rich.table import Table
 
 import trainkit
 from trainkit import TRLConfig
-from trainkit.testing.bandit import Bandit
+from trainkit_kit import Bandit
 
 CONSTANT = {"ppo": {"init_kl_coef": 0.05, "ent_coef": 0.0}, "rloo": {"kl_coef": 0.05}}
 """The settings that differ under a constant reward."""

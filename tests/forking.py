@@ -39,7 +39,7 @@ def run(script: Path, processes: int, *arguments: str, limit: float = 300.0, her
 
 def _run_here(job: dict[str, Any]) -> list[int | None]:
     """Run a job in children of this process, for which accelerate begins anew."""
-    from trainkit.testing.trainers import on_cpu
+    from trainkit_kit.launching import on_cpu
 
     with on_cpu():
         return _ends([_forked(job, rank) for rank in range(len(job["environments"]))], job["limit"])

@@ -26,7 +26,7 @@ README = ROOT / "README.md"
 STARTED = ROOT / "docs/getting-started.md"
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 PLUGIN_READMES = sorted((ROOT / "plugins").glob("*/README.md"))
-OTHERS = {"deepspeed", "early_stop", "migrate", "ray", "report", "sweep", "tools", "trl", "trlx", "vllm"}
+OTHERS = {"deepspeed", "early_stop", "kit", "migrate", "ray", "report", "sweep", "tools", "trl", "trlx", "vllm"}
 ALGORITHM_READMES = [page for page in PLUGIN_READMES if page.parent.name not in OTHERS]
 """Those of plugins that are trainers."""
 DOCUMENTS = [
@@ -108,7 +108,7 @@ NOT_RUN = {
     r"trainkit train .*rollout\.engine='\{name: ray": "it needs Ray; make engines runs with it",
 }
 """Commands that are not executed, as patterns, and why."""
-MOST = ",".join(sorted(path.name for path in (ROOT / "plugins").iterdir() if path.name not in ("sft", "dpo")))
+MOST = ",".join(sorted(path.name for path in (ROOT / "plugins").iterdir() if path.name not in ("sft", "dpo", "kit")))
 SMALL = (
     "model.model_path='{model_type: gpt2, vocab_size: 28, n_layer: 1, n_head: 2, n_embd: 16, n_positions: 64, "
     "bos_token_id: null, eos_token_id: null}' tokenizer.tokenizer_path=letters "

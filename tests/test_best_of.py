@@ -19,8 +19,8 @@ import trainkit
 from tables import table
 from trainkit.cli import app
 from trainkit.errors import ConfigError, DataError, RewardError
-from trainkit.testing.checks.traces import metric_lines, require_same_lines
 from trainkit.testing.trainers import LETTERS, Letters, count_first_letters, tiny_trainer
+from trainkit_kit.checks.traces import metric_lines, require_same_lines
 
 V = len(LETTERS)
 

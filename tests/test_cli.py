@@ -287,6 +287,11 @@ def test_plugins_check_refuses_what_does_not_exist() -> None:
     assert "no plugin 'stf' is installed; did you mean 'sft'?" in fails("plugins", "check", "stf")
 
 
+def test_plugins_check_without_the_kit_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trainkit_kit", None)
+    assert "install it: pip install trainkit-kit" in fails("plugins", "check", "sft")
+
+
 def test_a_console_without_ticks_gets_signs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     assert [console.mark(True), console.mark(False)] == ["+", "-"]

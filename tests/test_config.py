@@ -32,7 +32,7 @@ from trainkit.errors import ConfigError
 from trainkit.plain import parse_yaml, read_yaml
 from trainkit.plugins import available_trainers, get_trainer, register_trainer, registry
 from trainkit.plugins.discovery import BUILT_IN
-from trainkit.testing.checks.fields import is_number
+from trainkit_kit.checks.fields import is_number
 
 
 class ToyConfig(MethodConfig):

@@ -14,8 +14,8 @@ import trainkit
 from trainkit.config import TRLConfig
 from trainkit.errors import TrainkitError
 from trainkit.testing import tiny_gpt2
-from trainkit.testing.checks.traces import Course
 from trainkit.testing.trainers import LETTERS, character_tokenizer, tiny_trainer
+from trainkit_kit.checks.traces import Course
 
 DROPOUT = tiny_gpt2(10, resid_pdrop=0.2, embd_pdrop=0.2)
 LONG = "abcdefgh" * 8

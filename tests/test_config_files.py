@@ -24,8 +24,8 @@ from trainkit.errors import ConfigError, PluginError, RegistryError
 from trainkit.plain import parse_yaml, to_yaml
 from trainkit.plugins import get_method_class, register_trainer
 from trainkit.plugins.registry import settings_alone
-from trainkit.testing.conformance import ConformanceError, check_plugin
 from trainkit.testing.trainers import tiny_trainer
+from trainkit_kit import ConformanceError, check_plugin
 
 
 @pytest.fixture

@@ -14,19 +14,11 @@ import common_prompts
 import trainkit
 from trainkit.errors import ConfigError, RegistryError
 from trainkit.plugins import registry
-from trainkit.testing import check_plugin, check_trainer, conformance
-from trainkit.testing.conformance import (
-    Bench,
-    Case,
-    Check,
-    ConformanceError,
-    Report,
-    Result,
-    Subject,
-    checks_for,
-    require,
-    subjects_of,
-)
+from trainkit_kit import ConformanceError, check_plugin, check_trainer, conformance
+from trainkit_kit.checking import Check
+from trainkit_kit.conformance import Case, Report, Result, checks_for, subjects_of
+from trainkit_kit.failures import require
+from trainkit_kit.subjects import Bench, Subject
 
 WHOLE = "ppo"
 """The algorithm for which `make test` runs the whole kit."""
@@ -162,7 +154,7 @@ def test_a_sound_observer_conforms(plugin: Callable[[str], str]) -> None:
 def test_a_sound_sampler_conforms(plugin: Callable[[str], str]) -> None:
     report = check_plugin(plugin(SAMPLER))
     assert [result.check.name for result in report.results] == of("sampler")
-    assert "_trainkit_testing" not in trainkit.available_trainers()
+    assert "_trainkit_kit" not in trainkit.available_trainers()
 
 
 @pytest.mark.slow
@@ -369,7 +361,7 @@ def test_every_result_is_told_as_it_comes() -> None:
 
 
 PARAMETRIZED = """
-from trainkit.testing import parametrize_checks
+from trainkit_kit import parametrize_checks
 
 @parametrize_checks("sft", expected_failures={"schedule": "it never does"})
 def test_sft(check):

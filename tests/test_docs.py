@@ -45,8 +45,8 @@ from trainkit.config import TRLConfig
 from trainkit.plain import parse_yaml
 from trainkit.plugins import discover, hookspecs, registry
 from trainkit.plugins.discovery import GROUPS
-from trainkit.testing import check_trainer
 from trainkit.testing.trainers import tiny_trainer
+from trainkit_kit import check_trainer
 
 ROOT = Path(__file__).parents[1]
 SECTIONS = [name for name in TRLConfig.model_fields if name != "plugins"]
@@ -127,7 +127,10 @@ def test_the_page_to_begin_with_runs_and_its_models_learn_what_it_says(execute: 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft reads it
 @pytest.mark.parametrize(
     "document",
-    sorted({*map(name_of, [*PAGES, *ALGORITHM_READMES]), "CONTRIBUTING.md", "examples/README.md"} - RUN_ALONE),
+    sorted(
+        {*map(name_of, [*PAGES, *ALGORITHM_READMES]), "CONTRIBUTING.md", "examples/README.md", "plugins/kit/README.md"}
+        - RUN_ALONE
+    ),
 )
 def test_the_pages_run(document: str, execute: Callable[[Path], Any]) -> None:
     execute(ROOT / document)

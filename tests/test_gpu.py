@@ -21,9 +21,10 @@ from trainkit.models import make_policy
 from trainkit.models.backend import use_fast_exact_matmul, use_right_attention
 from trainkit.rollouts import CausalSampler, decoding
 from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_llama
-from trainkit.testing.conformance import check_plugin
-from trainkit.testing.trainers import on_cpu, tiny_trainer
+from trainkit.testing.trainers import tiny_trainer
 from trainkit.trainer.sharding import FSDP2
+from trainkit_kit import check_plugin
+from trainkit_kit.launching import on_cpu
 
 TRAINERS = trainkit.available_trainers()
 

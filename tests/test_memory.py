@@ -21,9 +21,9 @@ from trainkit.errors import ConfigError, OutOfMemoryError
 from trainkit.models import policy
 from trainkit.models.recomputing import recompute_activations
 from trainkit.testing import tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
-from trainkit.testing.checks.tools import flat_gradient
 from trainkit.testing.trainers import tiny_trainer
 from trainkit.trainer.sharding import FSDP2, Replicated
+from trainkit_kit.checks.tools import flat_gradient
 
 LORA = {"r": 4, "target_modules": "all-linear"}
 DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}

@@ -25,8 +25,8 @@ from trainkit.plugins import (
     registry,
 )
 from trainkit.plugins.probe import probe
-from trainkit.testing import check_plugin
 from trainkit.testing.trainers import tiny_trainer
+from trainkit_kit import check_plugin
 
 SOURCE = """
 from pydantic import Field

@@ -27,9 +27,9 @@ from trainkit.models import CausalPolicy, Policy, Reference, load_model, make_po
 from trainkit.models.rope import fix_rope
 from trainkit.rollouts.sampler import make_sampler
 from trainkit.testing import character_tokenizer, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
-from trainkit.testing.checks.tools import gradient as gradient_of
-from trainkit.testing.checks.tools import left_padded, stepped, widened, with_garbage
 from trainkit.testing.trainers import tiny_trainer
+from trainkit_kit.checks.tools import gradient as gradient_of
+from trainkit_kit.checks.tools import left_padded, stepped, widened, with_garbage
 
 GEMMA2 = {
     **tiny_llama(50),

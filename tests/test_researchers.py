@@ -25,8 +25,9 @@ from researchers import (
 from tables import table
 from trainkit.data import Row
 from trainkit.errors import ConfigError, DataError, PluginError, RegistryError
-from trainkit.testing.conformance import check_plugin
+from trainkit.testing import Declaration
 from trainkit.testing.trainers import SAMPLES, tiny_trainer
+from trainkit_kit import check_plugin
 
 ALGORITHMS: dict[str, Any] = {
     "_test_grpo": grpo.GroupTrainer,
@@ -80,11 +81,11 @@ def test_the_student_comes_closer_to_its_teacher(tmp_path: Path) -> None:
 
 
 def test_a_required_setting_without_a_value_for_tests_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distillation.DistillationTrainer, "tiny_arguments", classmethod(lambda cls: {}))
+    monkeypatch.setattr(distillation, "KIT", Declaration())
     said = (
-        "DistillationConfig has no default for teacher, so tests need values; add to DistillationTrainer a class "
-        "method tiny_arguments that returns {'config': {'method': {'teacher': ...}}}. A second language model has 10 "
-        "tokens: tiny_gpt2(10)"
+        "DistillationConfig has no default for teacher, so tests need values; write into the module of "
+        "DistillationTrainer, or into a module kit beside it, KIT = trainkit.testing.Declaration(arguments={'config': "
+        "{'method': {'teacher': ...}}}). A second language model has 10 tokens: tiny_gpt2(10)"
     )
     with pytest.raises(ConfigError, match=re.escape(said)):
         tiny_trainer("_test_distillation", tmp_path)

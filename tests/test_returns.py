@@ -375,7 +375,6 @@ MISSPELT = {
     "load_statedict": "load_state_dict",
     "experience_row": "experience_rows",
     "get_archs": "get_arch",
-    "tiny_context": "tiny_contexts",
 }
 
 

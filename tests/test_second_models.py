@@ -30,8 +30,9 @@ from trainkit.metrics import Mean, Metrics
 from trainkit.models import AutoModelForCausalLMWithValueHead, Frozen, Policy, make_policy
 from trainkit.plugins import registry
 from trainkit.runs.checkpoint import read_state
-from trainkit.testing import character_tokenizer, check_trainer, tiny_gpt2, tiny_llama, tiny_t5
+from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_llama, tiny_t5
 from trainkit.testing.trainers import LETTERS, PAIRS, tiny_trainer
+from trainkit_kit import check_trainer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -15,9 +15,9 @@ import forking
 from trainkit import TRLConfig
 from trainkit.errors import ConfigError
 from trainkit.testing import tiny_gpt2, tiny_llama, tiny_t5
-from trainkit.testing.conformance import check_plugin
 from trainkit.testing.trainers import tiny_trainer
 from trainkit.trainer.sharding import Replicated, blocks_of
+from trainkit_kit import check_plugin
 
 SCRIPT = Path(__file__).parent / "sharded.py"
 LORA = {"r": 4, "target_modules": "all-linear"}

@@ -8,7 +8,7 @@ import pytest
 
 from trainkit.errors import RegistryError
 from trainkit.plugins import discover, get_sharding, register_sharding
-from trainkit.testing.conformance import ConformanceError, check_plugin
+from trainkit_kit import ConformanceError, check_plugin
 
 SOUND = """
 import torch

@@ -32,7 +32,7 @@ BROKEN = {
 }
 """Those that do not, by what a run that names one is told."""
 TASK = """
-from trainkit.testing.bandit import Bandit
+from trainkit_kit import Bandit
 
 def bandit():
     arguments = Bandit().arguments

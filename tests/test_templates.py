@@ -136,7 +136,7 @@ def test_the_command_answers_at_once(here: Path) -> None:
 def test_hyphens_and_underscores_are_one(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     told = call(given).stdout
-    assert "pip install -e trainkit-my-algo\n" in told
+    assert "pip install -e 'trainkit-my-algo[dev]'\n" in told
     assert "trainkit plugins check my_algo\n" in told
     module = Path("trainkit-my-algo/trainkit_my_algo.py").read_text("utf-8")
     assert '@register_trainer("my_algo")\nclass MyAlgoTrainer(AccelerateRLTrainer[MyAlgoConfig])' in module
@@ -212,7 +212,7 @@ def test_a_directory_that_is_not_empty_is_left_alone(here: Path) -> None:
 def test_an_empty_directory_is_filled(here: Path) -> None:
     (here / "mine").mkdir()
     told = call("mine", "--out", "mine").stdout
-    assert "pip install -e mine\n" in told
+    assert "pip install -e 'mine[dev]'\n" in told
     assert (here / "mine" / "pyproject.toml").is_file()
 
 

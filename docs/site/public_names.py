@@ -23,7 +23,7 @@ MODULES = (
     "trainkit.errors",
     "trainkit.testing",
     "trainkit.testing.trainers",
-    "trainkit.testing.bandit",
+    "trainkit_kit",
 )
 """The public modules."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -31,10 +31,11 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @cache
 def tree(module: str) -> ast.Module | None:
-    """Return the syntax tree of a module of trainkit; None if there is no such module."""
-    place = ROOT.joinpath(*module.split("."))
+    """Return the syntax tree of a module of trainkit or of its kit; None if there is no such module."""
+    package, *_ = parts = module.split(".")
+    place = (ROOT / "plugins/kit" if package == "trainkit_kit" else ROOT).joinpath(*parts)
     for file in (place.with_suffix(".py"), place / "__init__.py"):
-        if module.split(".")[0] == "trainkit" and file.is_file():
+        if package in ("trainkit", "trainkit_kit") and file.is_file():
             return ast.parse(file.read_text(encoding="utf-8"))
     return None
 

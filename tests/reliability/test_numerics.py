@@ -26,8 +26,8 @@ from closed_forms import FORMS, Form
 from trainkit.errors import NonFiniteError
 from trainkit.functional import kl_k3, leave_one_out
 from trainkit.models.policy import token_logprobs
-from trainkit.testing.bandit import Bandit
 from trainkit.testing.trainers import tiny_trainer
+from trainkit_kit import Bandit
 
 ROOT = Path(__file__).parents[2]
 

@@ -19,8 +19,8 @@ from mutants.planting import examine, found_by
 from test_cli import CONFIG, OBSERVES, TASK
 from test_registry_plugins import trainer_source
 from trainkit.plugins import discovery
-from trainkit.testing import check_plugin
-from trainkit.testing.conformance import checks_for, subjects_of
+from trainkit_kit import check_plugin
+from trainkit_kit.conformance import checks_for, subjects_of
 
 BUILT_IN = ",".join({*discovery.BUILT_IN.values()})
 """The distributions of trainkit's own plugins; each probe of one takes a while."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from trainkit import register_engine
 from trainkit.rollouts import Generated, Replica, Request, ServedModel, Weights
-from trainkit.testing.copying import CopyingEngine
+from trainkit_kit.copying import CopyingEngine
 
 
 @register_engine("_test_copy")

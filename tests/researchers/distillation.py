@@ -12,7 +12,12 @@ from torch import Tensor
 from trainkit import AccelerateRLTrainer, MethodConfig, Rollouts, Sequences, TRLConfig, register_trainer
 from trainkit.functional import masked_mean
 from trainkit.metrics import Mean, Metrics
-from trainkit.testing import tiny_gpt2
+from trainkit.testing import Declaration, tiny_gpt2
+
+KIT = Declaration(
+    arguments={"config": {"method": {"teacher": tiny_gpt2(10, initializer_range=0.5)}}},
+    contexts={"teacher": {"method.teacher": tiny_gpt2(10, initializer_range=0.2)}},
+)
 
 
 class DistillationConfig(MethodConfig):
@@ -38,16 +43,6 @@ class DistillationTrainer(AccelerateRLTrainer[DistillationConfig]):
     def __init__(self, config: TRLConfig[DistillationConfig], **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
         self.teacher = self.frozen(self.method.teacher)
-
-    @classmethod
-    def tiny_arguments(cls) -> dict[str, Any]:
-        """Return a teacher for the tokenizer of tests."""
-        return {"config": {"method": {"teacher": tiny_gpt2(10, initializer_range=0.5)}}}
-
-    @classmethod
-    def tiny_contexts(cls) -> dict[str, dict[str, Any]]:
-        """Return another teacher."""
-        return {"teacher": {"method.teacher": tiny_gpt2(10, initializer_range=0.2)}}
 
     def experience(self, rollouts: Rollouts, scores: Tensor) -> Sequences:
         """Return the sampled responses [B, T]."""

@@ -11,7 +11,9 @@ from researchers.dr_grpo import DrGRPOBatch, DrGRPOTrainer
 from trainkit import MethodConfig, register_trainer
 from trainkit.functional import clipped_surrogate, masked_sum, zero_masked
 from trainkit.metrics import Mean, Metrics
-from trainkit.testing import Structure
+from trainkit.testing import Declaration, Structure
+
+KIT = Declaration(structure=[Structure(surrogate="sequence_mean", under={"method.cliprange": 0.2})])
 
 
 class GSPOConfig(MethodConfig):
@@ -40,8 +42,3 @@ class GSPOTrainer(DrGRPOTrainer):
         ratio = (masked_sum(log_ratio, mask, dim=1) / mask.sum(1).clamp(min=1)).exp()
         loss = clipped_surrogate(ratio, batch.advantages, cliprange=self.method.cliprange).mean()
         return loss, {"policy/ratio": Mean.of(ratio)}
-
-    @classmethod
-    def tiny_structure(cls) -> tuple[Structure, ...]:
-        """Return that the ratio is a geometric mean."""
-        return (Structure(surrogate="sequence_mean", under={"method.cliprange": 0.2}),)

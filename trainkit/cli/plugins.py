@@ -16,7 +16,7 @@ from trainkit.plugins import PluginInfo
 from trainkit.plugins.templates import Kind
 
 if TYPE_CHECKING:
-    from trainkit.testing.conformance import Result
+    from trainkit_kit.conformance import Result
 
 
 def new_plugin(
@@ -31,9 +31,8 @@ def new_plugin(
 
     names, files = templates.new_plugin(name, kind, out)
     folder = str(out or names.distribution)
-    extra = "" if kind is Kind.TRAINER else "[dev]"  # their example needs an algorithm, another distribution
     commands = (
-        ["pip", "install", "-e", f"{folder}{extra}"],
+        ["pip", "install", "-e", f"{folder}[dev]"],
         ["trainkit", "plugins", "check", names.plugin],
         ["python", f"{folder}/example.py"],
     )
@@ -123,8 +122,14 @@ def check_plugin(
 
     Each check is printed with what it proves. A failed check is followed by what was observed and why it matters.
     """
-    from trainkit.testing.conformance import ConformanceError, checks_for, subjects_of
-    from trainkit.testing.conformance import check_plugin as run
+    try:
+        from trainkit_kit import ConformanceError
+        from trainkit_kit import check_plugin as run
+        from trainkit_kit.conformance import checks_for, subjects_of
+    except ModuleNotFoundError as error:
+        if error.name != "trainkit_kit":
+            raise
+        raise PluginError("the checks are a distribution of their own; install it: pip install trainkit-kit") from None
 
     checks = [each for subject in subjects_of(name) for each in checks_for(subject)]
     width = max(len(each.name) for each in checks)

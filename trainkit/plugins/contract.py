@@ -20,8 +20,7 @@ METHODS = (
     *ARROWS, "inputs_for", "keep", "keeps", "needs_reference", "passes", "reference_makes_experience",
     "samples_per_prompt", "experience_rows", "prepare_experience", "prepare_step", "judge", "steer", "after_step",
     "state_dict", "load_state_dict", "write_model", "export_fault", "model_card", "evaluation", "fit_prompts",
-    "compared", "read_samples", "check_samples", "arrange", "default_prompts", "make_reference", "tiny_arguments",
-    "tiny_contexts", "tiny_effects", "tiny_structure", "tiny_variants",
+    "compared", "read_samples", "check_samples", "arrange", "default_prompts", "make_reference",
 )  # fmt: skip
 """The methods and properties that a trainer class may define."""
 INPUTS = tuple(

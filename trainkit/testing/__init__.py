@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from trainkit.testing.declarations import Effect, Structure
-
-if TYPE_CHECKING:
-    from trainkit.testing.conformance import check_engine, check_plugin, check_trainer, parametrize_checks
+from trainkit.testing.declarations import Declaration, Effect, Structure
 
 __all__ = [
+    "Declaration",
     "Effect",
     "Structure",
     "character_tokenizer",
-    "check_engine",
-    "check_plugin",
-    "check_trainer",
-    "parametrize_checks",
     "tiny_bart",
     "tiny_gpt2",
     "tiny_llama",
@@ -121,11 +115,3 @@ def tiny_bart(vocab_size: int, **overrides: Any) -> dict[str, Any]:
         "forced_eos_token_id": None,
         **overrides,
     }
-
-
-def __getattr__(name: str) -> Any:
-    if name in ("check_engine", "check_plugin", "check_trainer", "parametrize_checks"):  # they import this module
-        from trainkit.testing import conformance
-
-        return getattr(conformance, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,13 +1,18 @@
-"""What an algorithm declares about itself for the conformance kit: effects of its settings, and its structure.
+"""What an algorithm declares about itself for tests: a tiny run, effects of its settings, and its structure.
 
-A trainer class returns them from `tiny_effects` and `tiny_structure`. The kit measures what is declared.
+`tiny_trainer` makes the tiny run. The conformance kit measures the rest. Training reads nothing of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Literal
+
+from trainkit.errors import PluginError, describe
 
 QUANTITIES: Mapping[str, str] = {
     "loss": "the loss on the first collection, with a policy that has moved",
@@ -49,7 +54,7 @@ class Effect:
         falls: values of the setting with which the quantity falls, in this order.
         same: values of the setting that do not change the quantity.
         equals: the quantity's value, such as one that was computed by hand, for values of the setting.
-        under: other settings, by dotted path; those of `tiny_contexts` are used, too.
+        under: other settings, by dotted path; those of `Declaration.contexts` are used, too.
     """
 
     quantity: str | Callable[[Any], float]
@@ -117,3 +122,57 @@ class Structure:
     unscaled: tuple[str, ...] | None = None
     kl: Literal["response", "token"] | None = None
     under: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What an algorithm declares for tests. Settings are dotted paths, such as ``method.kl_coef``.
+
+    Args:
+        arguments: arguments of `trainkit.train` from which `tiny_trainer` makes a trainer. Those of a trainer of
+            language models are only the ones that differ from the defaults of `tiny_trainer`.
+        contexts: by field of the method, settings under which the field has an effect in a tiny run, such as
+            ``{"horizon": {"method.target": 0.01}}``. Most fields need none. If the settings contain the field itself,
+            the kit compares that value with the usual one.
+        variants: settings, by the name of a variant, under which the kit repeats its checks of a step, such as
+            ``{"kl": {"method.kl_coef": 0.05}}``. Without one, what is off by default is not checked.
+        effects: by field of the method, what changing the field does. Without it, the kit only checks that a field has
+            some effect, which a wrong sign has, too.
+        structure: what the kit checks about the algorithm's structure.
+    """
+
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    contexts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    effects: Mapping[str, Effect | Sequence[Effect]] = field(default_factory=dict)
+    structure: Sequence[Structure] = ()
+
+
+def declaration_of(cls: type) -> Declaration:
+    """Return the declaration of a trainer class, or that of its nearest base class that has one.
+
+    It is ``KIT`` of the class's module, or of the module ``kit`` in the same package: a `Declaration`, or a dict of
+    them by the names of classes.
+
+    Raises:
+        PluginError: ``KIT`` is something else.
+    """
+    for base in cls.__mro__:
+        for module, kit in _kits(base):
+            if isinstance(kit, Mapping):
+                kit = kit.get(base.__name__)
+            if isinstance(kit, Declaration):
+                return kit
+            if kit is not None:
+                expected = "a trainkit.testing.Declaration, or a dict of them by the names of trainer classes"
+                raise PluginError(f"KIT of {module} is {describe(kit)}; it should be {expected}")
+    return Declaration()
+
+
+def _kits(cls: type) -> Iterator[tuple[str, Any]]:
+    """Yield ``KIT`` of the module of a class, and that of the module ``kit`` beside it, with the modules' names."""
+    module = sys.modules.get(cls.__module__)
+    yield cls.__module__, getattr(module, "KIT", None)
+    package = getattr(module, "__package__", None)
+    if package and find_spec(f"{package}.kit") is not None:
+        yield f"{package}.kit", getattr(import_module(f"{package}.kit"), "KIT", None)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import random
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-from unittest.mock import patch
-
-from accelerate.state import AcceleratorState, PartialState
 
 from trainkit.config import TRLConfig
 from trainkit.errors import ConfigError
 from trainkit.plugins import available_trainers, get_trainer
 from trainkit.rollouts import Turn
 from trainkit.testing import character_tokenizer, tiny_gpt2
+from trainkit.testing.declarations import declaration_of
 from trainkit.trainer.accelerate import AccelerateRLTrainer
 
 LETTERS = "abcdefgh"
@@ -80,7 +76,7 @@ def tiny_trainer(
 ) -> Any:
     """Return a trainer of ``name`` on a two-layer model with 8 prompts, 16 samples or 16 pairs, ready to ``learn()``.
 
-    A trainer class that needs other arguments returns them from `tiny_arguments`; one of other models must do so.
+    A trainer class that needs other arguments has them in its `Declaration`; one of other models must have them.
 
     Args:
         name: the registered name.
@@ -92,7 +88,7 @@ def tiny_trainer(
     """
     cls = get_trainer(name)
     usual = _of_language(cls) if issubclass(cls, AccelerateRLTrainer) else {}
-    given = {**usual, **cls.tiny_arguments(), **arguments}
+    given = {**usual, **declaration_of(cls).arguments, **arguments}
     path, sections = given.pop("model_path"), given.pop("config", {})
     if model and sections.get("model", {}).get("reference_path"):  # it must read what the model reads
         sections = {**sections, "model": {**sections["model"], "reference_path": dict(model)}}
@@ -125,30 +121,15 @@ def tiny_trainer(
     return trainer
 
 
-@contextmanager
-def on_cpu() -> Iterator[None]:
-    """Let trainers that are made inside the block be on the CPU; those that exist must not be used there."""
-    states = (AcceleratorState._shared_state, PartialState._shared_state)
-    before = [dict(state) for state in states]
-    for state in states:
-        state.clear()
-    try:
-        with patch.dict(os.environ, ACCELERATE_USE_CPU="true"):
-            yield
-    finally:
-        for state, was in zip(states, before, strict=True):
-            state.clear()
-            state.update(was)
-
-
 def _require_settings(cls: Any, given: Mapping[str, Any]) -> None:
-    """Raise a `ConfigError` if the method has settings without a default, and `tiny_arguments` gives no values."""
+    """Raise a `ConfigError` if the method has settings without a default, and its `Declaration` gives no values."""
     fields = cls.method_class.model_fields
     if missing := [name for name, field in fields.items() if field.is_required() and name not in given]:
         values = ", ".join(f"{name!r}: ..." for name in missing)
         raise ConfigError(
-            f"{cls.method_class.__qualname__} has no default for {' and '.join(missing)}, so tests need values; add to "
-            f"{cls.__qualname__} a class method tiny_arguments that returns {{'config': {{'method': {{{values}}}}}}}. "
+            f"{cls.method_class.__qualname__} has no default for {' and '.join(missing)}, so tests need values; "
+            f"write into the module of {cls.__qualname__}, or into a module kit beside it, KIT = "
+            f"trainkit.testing.Declaration(arguments={{'config': {{'method': {{{values}}}}}}}). "
             f"A second language model has {len(character_tokenizer(LETTERS))} tokens: "
             f"tiny_gpt2({len(character_tokenizer(LETTERS))})"
         )

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -53,9 +53,6 @@ from trainkit.trainer.settings import check_run, check_split
 from trainkit.trainer.sharding import Replicated, make_sharding
 from trainkit.trainer.update import Updater
 
-if TYPE_CHECKING:
-    from trainkit.testing import Effect, Structure
-
 log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=MethodConfig)
@@ -68,46 +65,6 @@ class PreparedTrainer(BaseRLTrainer[M]):
 
     Construction is cheap: the model and the optimizer are made on first use, after the data have been checked.
     """
-
-    @classmethod
-    def tiny_arguments(cls) -> dict[str, Any]:
-        """Return the arguments of `trainkit.train` from which `trainkit.testing.trainers.tiny_trainer` makes a trainer.
-
-        A trainer of language models returns only those that differ from the defaults of `tiny_trainer`.
-        """
-        return {}
-
-    @classmethod
-    def tiny_contexts(cls) -> dict[str, dict[str, Any]]:
-        """Return, by field of the method, settings under which the field has an effect in a tiny run.
-
-        Most fields need none. Settings are dotted paths: ``{"horizon": {"method.target": 0.01}}``. If they contain the
-        field itself, the kit compares that value with the usual one.
-        """
-        return {}
-
-    @classmethod
-    def tiny_variants(cls) -> dict[str, dict[str, Any]]:
-        """Return settings, by the name of a variant, under which the kit repeats its checks of a step.
-
-        The kit runs an algorithm at its default settings. A part of it that is off by default, such as a KL penalty or
-        a mean over something else, is checked for in a variant: ``{"kl": {"method.kl_coef": 0.05}}``.
-        """
-        return {}
-
-    @classmethod
-    def tiny_effects(cls) -> dict[str, Effect | Sequence[Effect]]:
-        """Return, by field of the method, what changing the field does, as one or several `trainkit.testing.Effect`.
-
-        The kit measures it. Without a declaration it only checks that a field has some effect, which a wrong sign has,
-        too.
-        """
-        return {}
-
-    @classmethod
-    def tiny_structure(cls) -> Sequence[Structure]:
-        """Return what the kit should check about the algorithm's structure, each a `trainkit.testing.Structure`."""
-        return ()
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.testing import Effect, Structure
+from trainkit.testing import Declaration, Effect, Structure
 
 
 @torch.no_grad()
@@ -75,36 +75,21 @@ def brightness(images: Tensor, **_: Any) -> Tensor:
     return images.flatten(1).mean(1)
 
 
-class Declared:
-    """The declarations of DDPO."""
-
-    @classmethod
-    def tiny_arguments(cls) -> dict[str, Any]:
-        """Return the arguments of a tiny run: a UNet on images of 8 × 8, and a reward for bright images."""
-        prompts = ["a", "bc", "def", "ghab", "ccc", "hg", "e", "fa"]
-        return {
-            "model_path": {"model_type": "pixel_unet", "image_size": 8, "width": 8, "prompts": prompts},
-            "reward_fn": brightness,
-            "prompts": prompts,
-            "config": {
-                "method": {"num_steps": 3, "min_count": 2},
-                "optimizer": {"weight_decay": 0.0},
-                "rollout": {"num_rollouts": 8, "batch_size": 4},
-                "train": {"batch_size": 8},
-            },
-        }
-
-    @classmethod
-    def tiny_contexts(cls) -> dict[str, dict[str, Any]]:
-        """Return that without a time limit, which needs a thread, functions are called in the main one by default."""
-        return {"reward_workers": {"reward.timeout": None}}
-
-    @classmethod
-    def tiny_effects(cls) -> dict[str, Any]:
-        """Return what each setting does."""
-        return EFFECTS
-
-    @classmethod
-    def tiny_structure(cls) -> tuple[Structure, ...]:
-        """Return what of the structure can be measured of images: that nothing is detached."""
-        return STRUCTURE
+PROMPTS = ["a", "bc", "def", "ghab", "ccc", "hg", "e", "fa"]
+KIT = Declaration(
+    arguments={
+        "model_path": {"model_type": "pixel_unet", "image_size": 8, "width": 8, "prompts": PROMPTS},
+        "reward_fn": brightness,
+        "prompts": PROMPTS,
+        "config": {
+            "method": {"num_steps": 3, "min_count": 2},
+            "optimizer": {"weight_decay": 0.0},
+            "rollout": {"num_rollouts": 8, "batch_size": 4},
+            "train": {"batch_size": 8},
+        },
+    },
+    # a time limit needs a thread; without one, functions are called in the main thread by default
+    contexts={"reward_workers": {"reward.timeout": None}},
+    effects=EFFECTS,
+    structure=STRUCTURE,
+)

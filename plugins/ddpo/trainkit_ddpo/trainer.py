@@ -25,7 +25,6 @@ from trainkit_ddpo.config import DDPOConfig
 from trainkit_ddpo.ddim import Steps
 from trainkit_ddpo.evaluation import evaluate
 from trainkit_ddpo.images import ImageRollouts, as_ids
-from trainkit_ddpo.kit import Declared
 from trainkit_ddpo.pipeline import DiffusionPolicy
 from trainkit_ddpo.scoring import RewardCaller
 from trainkit_ddpo.source import Source, open_source
@@ -106,7 +105,7 @@ class DDPOBatch(Batch):
 
 
 @register_trainer("ddpo")
-class DDPOTrainer(Declared, AcceleratedLoop[DDPOConfig]):
+class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
     """Trainer of DDPO: loss = mean max(−A ρ, −A clip(ρ, 1 − ε, 1 + ε)) over (image, step) rows."""
 
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")

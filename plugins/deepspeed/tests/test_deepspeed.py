@@ -12,9 +12,9 @@ from accelerate import Accelerator
 from trainkit.errors import ConfigError
 from trainkit.plugins import get_sharding
 from trainkit.testing import tiny_gpt2, tiny_llama, tiny_t5
-from trainkit.testing.conformance import check_plugin
-from trainkit.testing.launching import launch
 from trainkit.testing.trainers import tiny_trainer
+from trainkit_kit import check_plugin
+from trainkit_kit.launching import launch
 
 LORA = {"r": 4, "target_modules": "all-linear"}
 STAGES = pytest.mark.parametrize("stage", ["zero2", "zero3"])

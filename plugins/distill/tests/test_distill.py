@@ -17,10 +17,10 @@ from trainkit.data import Sequences
 from trainkit.errors import ConfigError, DataError
 from trainkit.metrics import Mean
 from trainkit.plugins import registry
-from trainkit.testing import character_tokenizer, check_trainer, tiny_gpt2
-from trainkit.testing.bandit import Bandit
+from trainkit.testing import character_tokenizer, tiny_gpt2
 from trainkit.testing.trainers import Letters, tiny_trainer
 from trainkit_distill import DistillBatch, DistillConfig, DistillTrainer
+from trainkit_kit import Bandit, check_trainer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 import torch
 
-from trainkit.testing import Effect, Structure, tiny_gpt2
+from trainkit.testing import Declaration, Effect, Structure, tiny_gpt2
 
 MIXED = {"method.divergence": "jensen_shannon"}
 
@@ -29,35 +30,20 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
 }
 OF_DIVERGENCE = Structure(surrogate="none", detached=())
 REWARDED = Structure(scores="collection", detached=(), under={"method.reward_coef": 1.0})
-
-
-class Declared:
-    """The declarations of both trainers."""
-
-    method_class: ClassVar[Any]
-
-    @classmethod
-    def tiny_arguments(cls) -> dict[str, Any]:
-        """Return a teacher for the tests, which have 10 tokens; its weights are larger than the policy's."""
-        return {"config": {"model": {"reference_path": tiny_gpt2(10, initializer_range=0.5)}}}
-
-    @classmethod
-    def tiny_variants(cls) -> dict[str, dict[str, Any]]:
-        """Return distillation with rewards, if the trainer has any."""
-        rewarded = "reward_coef" in cls.method_class.model_fields
-        return {"rewards": {"method.reward_coef": 10.0}} if rewarded else {}
-
-    @classmethod
-    def tiny_contexts(cls) -> dict[str, dict[str, Any]]:
-        """Return the settings under which `beta` may be set."""
-        return {"beta": MIXED}
-
-    @classmethod
-    def tiny_effects(cls) -> dict[str, Any]:
-        """Return what each setting does."""
-        return {name: effect for name, effect in EFFECTS.items() if name in cls.method_class.model_fields}
-
-    @classmethod
-    def tiny_structure(cls) -> tuple[Structure, ...]:
-        """Return the structure: rewards, where there are any, are compared with those of the whole collection."""
-        return (OF_DIVERGENCE, *([REWARDED] if "reward_coef" in cls.method_class.model_fields else []))
+# the tests have 10 tokens; the weights of the teacher are larger than the policy's
+TEACHER = {"config": {"model": {"reference_path": tiny_gpt2(10, initializer_range=0.5)}}}
+OFFLINE = Declaration(
+    arguments=TEACHER,
+    contexts={"beta": MIXED},
+    effects={name: EFFECTS[name] for name in ("divergence", "beta")},
+    structure=(OF_DIVERGENCE,),
+)
+KIT = {
+    "DistillTrainer": replace(
+        OFFLINE,
+        variants={"rewards": {"method.reward_coef": 10.0}},
+        effects=EFFECTS,
+        structure=(OF_DIVERGENCE, REWARDED),
+    ),
+    "DistillOfflineTrainer": OFFLINE,
+}

@@ -13,7 +13,6 @@ from trainkit.errors import ConfigError
 from trainkit.functional import exact, jensen_shannon, masked_mean, per_response
 from trainkit.metrics import Mean, Metrics
 from trainkit_distill.config import DistillConfig, DistillOfflineConfig
-from trainkit_distill.kit import Declared
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class DistillBatch(TokenBatch):
 C = TypeVar("C", bound=DistillOfflineConfig)
 
 
-class Distillation(Declared, AccelerateRLTrainer[C]):
+class Distillation(AccelerateRLTrainer[C]):
     """What both trainers share: the teacher is the chosen reference, and the loss a mean over response tokens."""
 
     needs_reference: ClassVar[bool] = True

@@ -19,7 +19,6 @@ from trainkit.data import Sequences
 from trainkit.errors import ConfigError, DataError
 from trainkit.models.adapters import switch_off, switch_on
 from trainkit.testing import character_tokenizer, tiny_gpt2
-from trainkit.testing.bandit import Bandit
 from trainkit.testing.trainers import tiny_trainer
 from trainkit_dpo import (
     ScoredResponses,
@@ -27,6 +26,7 @@ from trainkit_dpo import (
     kto_pair_losses,
     robust_loss,
 )
+from trainkit_kit import Bandit
 
 LOSSES = {
     "sigmoid": {},

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 import torch
 
-from trainkit.testing import Effect, Structure
+from trainkit.testing import Declaration, Effect, Structure
 
 
 def mean_of_three(trainer: Any) -> float:
@@ -39,24 +40,14 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
 }
 OF_PAIRS = (Structure(surrogate="none", detached=()),)
 OF_GROUPS = (Structure(scores="group", surrogate="none", detached=()),)
-
-
-class Declared:
-    """The declarations of DPO, online DPO and best-of-K, each of its own settings."""
-
-    method_class: ClassVar[Any]
-
-    @classmethod
-    def tiny_contexts(cls) -> dict[str, dict[str, Any]]:
-        """Return the settings under which `ipo_length_normalize` has an effect."""
-        return {"ipo_length_normalize": NORMALISED} if "loss_type" in cls.method_class.model_fields else {}
-
-    @classmethod
-    def tiny_effects(cls) -> dict[str, Any]:
-        """Return what each setting does."""
-        return {name: effect for name, effect in EFFECTS.items() if name in cls.method_class.model_fields}
-
-    @classmethod
-    def tiny_structure(cls) -> tuple[Structure, ...]:
-        """Return the structure: pairs and best responses are chosen within a group, and all of them count."""
-        return OF_GROUPS if "k" in cls.method_class.model_fields else OF_PAIRS
+OFFLINE = Declaration(
+    contexts={"ipo_length_normalize": NORMALISED},
+    effects={name: effect for name, effect in EFFECTS.items() if name != "k"},
+    structure=OF_PAIRS,
+)
+KIT = {
+    "DPOTrainer": OFFLINE,
+    # pairs and best responses are chosen within a group
+    "OnlineDPOTrainer": replace(OFFLINE, effects=EFFECTS, structure=OF_GROUPS),
+    "BestOfKTrainer": Declaration(effects={"k": EFFECTS["k"]}, structure=OF_GROUPS),
+}

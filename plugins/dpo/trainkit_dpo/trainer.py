@@ -34,7 +34,6 @@ from trainkit.functional import (
 from trainkit.metrics import Mean, Metrics
 from trainkit.models import TokenOutputs, response_logprobs
 from trainkit_dpo.config import BestOfKConfig, DPOConfig, OnlineDPOConfig
-from trainkit_dpo.kit import Declared
 
 # ------------------------------------------------------------------------------------------------ losses of pairs
 
@@ -122,7 +121,7 @@ def best_and_worst(x: ScoredResponses, k: int) -> tuple[Tensor, Tensor, Tensor]:
 C = TypeVar("C", bound=DPOConfig)
 
 
-class PairTrainer(Declared, AccelerateRLTrainer[C]):
+class PairTrainer(AccelerateRLTrainer[C]):
     """Base of trainers on pairs: loss = mean f(r_c − r_r), r = log π − log π_ref, with f given by `loss_type`."""
 
     @property
@@ -247,7 +246,7 @@ class OnlineDPOTrainer(PairTrainer[OnlineDPOConfig]):
 
 
 @register_trainer("best_of_k")
-class BestOfKTrainer(Declared, AccelerateRLTrainer[BestOfKConfig]):
+class BestOfKTrainer(AccelerateRLTrainer[BestOfKConfig]):
     """Trainer of best-of-K fine-tuning (expert iteration): loss = −mean log π(best of k responses), EOS included."""
 
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")

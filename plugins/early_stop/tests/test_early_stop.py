@@ -14,9 +14,9 @@ import torch
 from tables import table
 from trainkit import hookimpl
 from trainkit.errors import ConfigError, HookError
-from trainkit.testing import check_plugin
 from trainkit.testing.trainers import tiny_trainer
 from trainkit_early_stop import EarlyStop, EarlyStopConfig
+from trainkit_kit import check_plugin
 
 
 @pytest.mark.slow

@@ -19,10 +19,9 @@ from trainkit.errors import ConfigError, DataError
 from trainkit.models import TokenOutputs
 from trainkit.plugins import registry
 from trainkit.rollouts import Turn
-from trainkit.testing import check_trainer
-from trainkit.testing.bandit import Bandit
 from trainkit.testing.trainers import tiny_trainer
 from trainkit_grpo import GRPOBatch, GRPORows, GRPOTrainer
+from trainkit_kit import Bandit, check_trainer
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "grpo": {"average": "responses", "kl_coef": 0.04},

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trainkit.testing import Effect, Structure
+from trainkit.testing import Declaration, Effect, Structure
 
 ALONE = {"method.kl_coef": 0.0}
 """The surrogate alone: the KL penalty has a gradient at clipped tokens, too."""
@@ -67,27 +67,9 @@ STRUCTURE = (
     ),
     Structure(surrogate="sequence_mean", cliprange=RANGE, under={**BY_RESPONSE, "method.ratio_level": "sequence"}),
 )
-
-
-class Declared:
-    """The declarations of GRPO."""
-
-    @classmethod
-    def tiny_variants(cls) -> dict[str, dict[str, Any]]:
-        """Return GRPO with a KL penalty and a mean over responses, and with the deviation of the collection."""
-        return {"kl": {"method.kl_coef": 0.04, "method.average": "responses"}, "batch": {"method.scale": "batch"}}
-
-    @classmethod
-    def tiny_contexts(cls) -> dict[str, dict[str, Any]]:
-        """Return the settings under which `ratio_level` and `dynamic_sampling` have an effect."""
-        return {"ratio_level": {"method.average": "responses"}, "dynamic_sampling": {"rollout.max_new_tokens": 1}}
-
-    @classmethod
-    def tiny_effects(cls) -> dict[str, Any]:
-        """Return what each setting does."""
-        return EFFECTS
-
-    @classmethod
-    def tiny_structure(cls) -> tuple[Structure, ...]:
-        """Return the structure of the surrogate."""
-        return STRUCTURE
+KIT = Declaration(
+    contexts={"ratio_level": {"method.average": "responses"}, "dynamic_sampling": {"rollout.max_new_tokens": 1}},
+    variants={"kl": {"method.kl_coef": 0.04, "method.average": "responses"}, "batch": {"method.scale": "batch"}},
+    effects=EFFECTS,
+    structure=STRUCTURE,
+)

@@ -11,7 +11,6 @@ from trainkit import AccelerateRLTrainer, Rollouts, TokenBatch, register_trainer
 from trainkit.functional import clipped_surrogate, exact, kl_k3, masked_mean, masked_sum, per_response, zero_masked
 from trainkit.metrics import Mean, Metrics, RunningMoments
 from trainkit_grpo.config import GRPOConfig
-from trainkit_grpo.kit import Declared
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class GRPORows(GRPOBatch):
 
 
 @register_trainer("grpo")
-class GRPOTrainer(Declared, AccelerateRLTrainer[GRPOConfig]):
+class GRPOTrainer(AccelerateRLTrainer[GRPOConfig]):
     """Trainer of GRPO: A = (r − mean r) / std r over the group, then clipped surrogate + β·k3, both with gradient."""
 
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")

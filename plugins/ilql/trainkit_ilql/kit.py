@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.testing import Effect, Structure
+from trainkit.testing import Declaration, Effect, Structure
 
 
 def with_values_of(value: float) -> Callable[[Any], tuple[Any, Any]]:
@@ -104,33 +104,11 @@ STRUCTURE = (
     Structure(scores="collection", surrogate="none", detached=("values",)),
     Structure(detached=("values",), under=WEIGHTED),
 )
-
-
-class Declared:
-    """The declarations of ILQL."""
-
-    @classmethod
-    def tiny_arguments(cls) -> dict[str, Any]:
-        """Return the arguments of a tiny run, with an `alpha` at which the targets change within a few steps."""
-        return {"config": {"method": {"alpha": 0.1}}}
-
-    @classmethod
-    def tiny_variants(cls) -> dict[str, dict[str, Any]]:
-        """Return ILQL with tokens that are weighted by their advantage."""
-        return {"awac": {"method.beta_awac": 1.0}}
-
-    @classmethod
-    def tiny_contexts(cls) -> dict[str, dict[str, Any]]:
-        """Return the settings under which `awac_weight_max` has an effect."""
-        weighty = {"method.beta_awac": 100.0, "method.alpha": 1.0, "optimizer.lr": 0.03}
-        return {"awac_weight_max": {**weighty, "method.awac_weight_max": 4.0}}
-
-    @classmethod
-    def tiny_effects(cls) -> dict[str, Any]:
-        """Return what each setting does."""
-        return EFFECTS
-
-    @classmethod
-    def tiny_structure(cls) -> tuple[Structure, ...]:
-        """Return the structure: rewards of the whole dataset count, and two losses are detached from V."""
-        return STRUCTURE
+WEIGHTY = {"method.beta_awac": 100.0, "method.alpha": 1.0, "optimizer.lr": 0.03}
+KIT = Declaration(
+    arguments={"config": {"method": {"alpha": 0.1}}},  # at which the targets change within a few steps
+    contexts={"awac_weight_max": {**WEIGHTY, "method.awac_weight_max": 4.0}},
+    variants={"awac": WEIGHTED},
+    effects=EFFECTS,
+    structure=STRUCTURE,
+)

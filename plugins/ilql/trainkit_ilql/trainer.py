@@ -19,7 +19,6 @@ from trainkit.functional import masked_mean, place_scores, token_logprobs, zero_
 from trainkit.metrics import Mean, Metrics, Std
 from trainkit.models import Policy, ValueHead, in_chunks, load_heads, load_model, make_policy, state_width
 from trainkit_ilql.config import ILQLConfig, ILQLSampling
-from trainkit_ilql.kit import Declared
 
 log = logging.getLogger(__name__)
 
@@ -173,7 +172,7 @@ def _as_buffers(module: nn.ModuleList) -> nn.ModuleList:
 
 
 @register_trainer("ilql")
-class ILQLTrainer(Declared, AccelerateRLTrainer[ILQLConfig]):
+class ILQLTrainer(AccelerateRLTrainer[ILQLConfig]):
     """Trainer of ILQL: fits Q to r + γ V(s'), V to an expectile of Q̂ and π to the data; samples with β(Q̂ − V)."""
 
     inputs: ClassVar[tuple[str, ...]] = ("samples", "rewards")

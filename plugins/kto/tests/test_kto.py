@@ -19,8 +19,8 @@ from tables import table
 from trainkit.data import Sequences
 from trainkit.errors import ConfigError, DataError
 from trainkit.testing import character_tokenizer, tiny_gpt2
-from trainkit.testing.bandit import Bandit
 from trainkit.testing.trainers import SAMPLES, tiny_trainer
+from trainkit_kit import Bandit
 from trainkit_kto import KTOBatch, kto_loss
 
 POINTS = {"mismatched": {}, "zero": {"method__reference_point": "zero"}}

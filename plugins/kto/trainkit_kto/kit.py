@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trainkit.testing import Effect, Structure
+from trainkit.testing import Declaration, Effect, Structure
 
 
 @torch.no_grad()
@@ -36,18 +36,5 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     # of 16 samples 6 are desirable, with the loss σ(1), and the others have σ(−1)
     "reference_point": Effect(loss_with_a_kl_of_10, equals={"mismatched": 0.442235, "zero": 0.5}),
 }
-STRUCTURE = (Structure(scores="row", surrogate="none", detached=()),)
-
-
-class Declared:
-    """The declarations of KTO."""
-
-    @classmethod
-    def tiny_effects(cls) -> dict[str, Any]:
-        """Return what each setting does."""
-        return EFFECTS
-
-    @classmethod
-    def tiny_structure(cls) -> tuple[Structure, ...]:
-        """Return the structure: no baseline; a label counts in its own sample, and the reference point is a number."""
-        return STRUCTURE
+# no baseline: a label counts in its own sample, and the reference point is a number
+KIT = Declaration(effects=EFFECTS, structure=(Structure(scores="row", surrogate="none", detached=()),))

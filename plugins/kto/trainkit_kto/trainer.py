@@ -16,7 +16,6 @@ from trainkit.functional import preference_accuracy
 from trainkit.metrics import Mean, Metrics
 from trainkit.models import response_logprobs
 from trainkit_kto.config import KTOConfig
-from trainkit_kto.kit import Declared
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ def kto_loss(margins: Tensor, weights: Tensor) -> Tensor:
 
 
 @register_trainer("kto")
-class KTOTrainer(Declared, AccelerateRLTrainer[KTOConfig]):
+class KTOTrainer(AccelerateRLTrainer[KTOConfig]):
     """Trainer of KTO: loss = mean λ(1 − σ(±β(r − z))), r = log π − log π_ref, z = an estimate of KL(π‖π_ref)."""
 
     inputs: ClassVar[tuple[str, ...]] = ("samples", "labels")

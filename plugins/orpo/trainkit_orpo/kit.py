@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from trainkit.testing import Effect, Structure
+from trainkit.testing import Declaration, Effect, Structure
 
 
 def mean_of_three(trainer: Any) -> float:
@@ -41,29 +41,10 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     ],
 }
 STRUCTURE = (Structure(surrogate="none", detached=()),)
-
-
-class Declared:
-    """The declarations of ORPO and CPO, each of its own settings."""
-
-    method_class: ClassVar[Any]
-
-    @classmethod
-    def tiny_contexts(cls) -> dict[str, dict[str, Any]]:
-        """Return the settings under which `simpo_gamma` has an effect."""
-        return {"simpo_gamma": SIMPO} if "simpo_gamma" in cls.method_class.model_fields else {}
-
-    @classmethod
-    def tiny_variants(cls) -> dict[str, dict[str, Any]]:
-        """Return SimPO, whose log-probabilities are means and whose loss has no likelihood."""
-        return {"simpo": SIMPO} if "simpo_gamma" in cls.method_class.model_fields else {}
-
-    @classmethod
-    def tiny_effects(cls) -> dict[str, Any]:
-        """Return what each setting does."""
-        return {name: effect for name, effect in EFFECTS.items() if name in cls.method_class.model_fields}
-
-    @classmethod
-    def tiny_structure(cls) -> tuple[Structure, ...]:
-        """Return the structure: pairs have no scores, and nothing is clipped or detached."""
-        return STRUCTURE
+KIT = {
+    "ORPOTrainer": Declaration(effects={"beta": EFFECTS["beta"]}, structure=STRUCTURE),
+    # the log-probabilities of SimPO are means, and its loss has no likelihood
+    "CPOTrainer": Declaration(
+        contexts={"simpo_gamma": SIMPO}, variants={"simpo": SIMPO}, effects=EFFECTS, structure=STRUCTURE
+    ),
+}

@@ -13,7 +13,6 @@ from trainkit import AccelerateRLTrainer, MethodConfig, Preferences, Row, regist
 from trainkit.functional import hinge_loss, ipo_loss, masked_sum, preference_accuracy, sigmoid_loss
 from trainkit.metrics import Mean, Metrics
 from trainkit_orpo.config import CPOConfig, ORPOConfig
-from trainkit_orpo.kit import Declared
 
 # ------------------------------------------------------------------------------------------------ losses of pairs
 
@@ -58,7 +57,7 @@ class LogProbs(NamedTuple):
     rejected: Tensor
 
 
-class PairTrainer(Declared, AccelerateRLTrainer[C]):
+class PairTrainer(AccelerateRLTrainer[C]):
     """Base of trainers on pairs whose loss reads the policy alone."""
 
     inputs: ClassVar[tuple[str, ...]] = ("samples", "pairs")

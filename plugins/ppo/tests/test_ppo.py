@@ -19,8 +19,8 @@ from trainkit.errors import NonFiniteError
 from trainkit.functional import gae, whiten
 from trainkit.models import TokenOutputs
 from trainkit.testing import tiny_gpt2
-from trainkit.testing.bandit import Bandit
 from trainkit.testing.trainers import tiny_trainer
+from trainkit_kit import Bandit
 from trainkit_ppo import KLController, PPOBatch
 
 # ---------------------------------------------------------------------------------------- the loss, golden numbers

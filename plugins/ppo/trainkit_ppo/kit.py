@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trainkit.functional import masked_mean
-from trainkit.testing import Effect, Structure
+from trainkit.testing import Declaration, Effect, Structure
 
 MOVED = {"optimizer.lr": 0.03, "method.ratio_threshold": None}
 STEERED = {"optimizer.lr": 0.03, "train.total_steps": 10, "method.ppo_epochs": 1}
@@ -66,27 +66,9 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
 STRUCTURE = (
     Structure(scores="collection", surrogate="token", detached=(), whitened=("advantages",), unscaled=("returns",)),
 )
-
-
-class Declared:
-    """The declarations of PPO."""
-
-    @classmethod
-    def tiny_variants(cls) -> dict[str, dict[str, Any]]:
-        """Return PPO with scores that are scaled by the deviation of all processes, and bootstrapped responses."""
-        return {"scaled": {"method.scale_reward": "running", "method.bootstrap_truncated": True}}
-
-    @classmethod
-    def tiny_contexts(cls) -> dict[str, dict[str, Any]]:
-        """Return the settings under which `horizon` has an effect."""
-        return {"horizon": {"method.target": 0.01, "method.horizon": 50}}
-
-    @classmethod
-    def tiny_effects(cls) -> dict[str, Any]:
-        """Return what each setting does."""
-        return EFFECTS
-
-    @classmethod
-    def tiny_structure(cls) -> tuple[Structure, ...]:
-        """Return the structure of the surrogate and of the experience."""
-        return STRUCTURE
+KIT = Declaration(
+    contexts={"horizon": {"method.target": 0.01, "method.horizon": 50}},
+    variants={"scaled": {"method.scale_reward": "running", "method.bootstrap_truncated": True}},
+    effects=EFFECTS,
+    structure=STRUCTURE,
+)

@@ -37,7 +37,6 @@ from trainkit.functional import (
 from trainkit.metrics import Mean, Metrics, RunningMoments
 from trainkit.models import Policy, TokenOutputs, load_heads, load_model, make_policy
 from trainkit_ppo.config import PPOConfig
-from trainkit_ppo.kit import Declared
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -82,7 +81,7 @@ class KLController:
 
 
 @register_trainer("ppo")
-class PPOTrainer(Declared, AccelerateRLTrainer[PPOConfig]):
+class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
     """Trainer of PPO: r_t = score − β·k1, GAE, whitened advantages, clipped surrogate and clipped value loss."""
 
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")

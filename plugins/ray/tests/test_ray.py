@@ -27,8 +27,9 @@ from tables import table
 from trainkit import TRLConfig
 from trainkit.errors import ConfigError, EngineError
 from trainkit.rollouts import Request
-from trainkit.testing import check_engine, tiny_t5
+from trainkit.testing import tiny_t5
 from trainkit.testing.trainers import count_first_letters, tiny_trainer
+from trainkit_kit import check_engine
 from trainkit_ray import RayConfig
 from trainkit_ray.cluster import speaks_grpc
 from trainkit_ray.generator import packed, unpacked

@@ -17,7 +17,6 @@ from trainkit.functional import preference_accuracy
 from trainkit.metrics import Mean, Metrics
 from trainkit.models import RewardModel, Scorer, load_scorer
 from trainkit_reward.config import RewardConfig
-from trainkit_reward.kit import Declared
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ def preference_loss(chosen: Tensor, rejected: Tensor, margins: Tensor, *, center
 
 
 @register_trainer("reward")
-class RewardTrainer(Declared, AccelerateRLTrainer[RewardConfig]):
+class RewardTrainer(AccelerateRLTrainer[RewardConfig]):
     """Trainer of reward models: loss = mean −log σ(r(prompt, chosen) − r(prompt, rejected) − margin) over pairs."""
 
     inputs: ClassVar[tuple[str, ...]] = ("samples", "pairs")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainkit.testing import Effect, Structure
+from trainkit.testing import Declaration, Effect, Structure
 
 
 def sampled_in_a_run(trainer: Any) -> int:
@@ -51,22 +51,9 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
 }
 # a prompt whose responses all have one score is compared with other prompts, which the tests of trainkit-rft cover
 STRUCTURE = (Structure(scores="group", surrogate="none", detached=()),)
-
-
-class Declared:
-    """The declarations of RFT."""
-
-    @classmethod
-    def tiny_arguments(cls) -> dict[str, Any]:
-        """Return the settings of the kit's runs: short enough for thresholds to rise and for a second growth step."""
-        return {"config": {"method": {"n_improve_steps": 2}}}
-
-    @classmethod
-    def tiny_effects(cls) -> dict[str, Any]:
-        """Return what each setting does."""
-        return EFFECTS
-
-    @classmethod
-    def tiny_structure(cls) -> tuple[Structure, ...]:
-        """Return the structure: responses are chosen among those to their prompt, and all count the same."""
-        return STRUCTURE
+KIT = Declaration(
+    # short enough for thresholds to rise and for a second growth step
+    arguments={"config": {"method": {"n_improve_steps": 2}}},
+    effects=EFFECTS,
+    structure=STRUCTURE,
+)

@@ -15,7 +15,6 @@ from trainkit.metrics import Mean, Metrics, Std
 from trainkit.rollouts import assemble
 from trainkit.seeding import PLACE
 from trainkit_rft.config import RFTConfig
-from trainkit_rft.kit import Declared
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def epoch(row: Row) -> int:
 
 
 @register_trainer("rft")
-class RFTTrainer(Declared, AccelerateRLTrainer[RFTConfig]):
+class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
     """Trainer of RFT: loss = −mean log π(y_t | prompt, y_<t) over the responses that reach their prompt's threshold."""
 
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")

@@ -12,8 +12,8 @@ import trainkit
 from trainkit.data import Rollouts, Sequences
 from trainkit.errors import ConfigError, DataError
 from trainkit.functional import leave_one_out
-from trainkit.testing.bandit import Bandit
 from trainkit.testing.trainers import tiny_trainer
+from trainkit_kit import Bandit
 from trainkit_rloo import RLOOBatch, RLOORollouts, RLOORows
 
 

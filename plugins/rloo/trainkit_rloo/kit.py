@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trainkit.testing import Effect, Structure
+from trainkit.testing import Declaration, Effect, Structure
 
 
 @torch.no_grad()
@@ -53,27 +53,9 @@ STRUCTURE = (
     Structure(baseline="leave_one_out", surrogate="token", kl="response", under=TOKENS),
     Structure(kl="token", under={**TOKENS, "method.kl_level": "token"}),
 )
-
-
-class Declared:
-    """The declarations of RLOO."""
-
-    @classmethod
-    def tiny_variants(cls) -> dict[str, dict[str, Any]]:
-        """Return RLOO with ratios and KL penalties of tokens."""
-        return {"token": {"method.ratio_level": "token", "method.kl_level": "token"}}
-
-    @classmethod
-    def tiny_contexts(cls) -> dict[str, dict[str, Any]]:
-        """Return the settings under which `kl_level` has an effect."""
-        return {"kl_level": {"method.ratio_level": "token"}}
-
-    @classmethod
-    def tiny_effects(cls) -> dict[str, Any]:
-        """Return what each setting does."""
-        return EFFECTS
-
-    @classmethod
-    def tiny_structure(cls) -> tuple[Structure, ...]:
-        """Return the structure of baseline, surrogate and KL penalty."""
-        return STRUCTURE
+KIT = Declaration(
+    contexts={"kl_level": TOKENS},
+    variants={"token": {**TOKENS, "method.kl_level": "token"}},
+    effects=EFFECTS,
+    structure=STRUCTURE,
+)

@@ -22,7 +22,6 @@ from trainkit.functional import (
 )
 from trainkit.metrics import Mean, Metrics
 from trainkit_rloo.config import RLOOConfig
-from trainkit_rloo.kit import Declared
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class RLOORows(RLOOBatch):
 
 
 @register_trainer("rloo")
-class RLOOTrainer(Declared, AccelerateRLTrainer[RLOOConfig]):
+class RLOOTrainer(AccelerateRLTrainer[RLOOConfig]):
     """Trainer of RLOO: A_k = R_k − mean of the other R_j, R = score − β·Σ k1; clipped surrogate per response (F-11)."""
 
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trainkit.testing import Effect, Structure
+from trainkit.testing import Declaration, Effect, Structure
 
 DRAWS = 9
 """Losses of a batch that are compared."""
@@ -27,17 +27,4 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     "neftune_alpha": Effect(difference_of_two_losses, rises=(0.0, 0.1, 10.0)),
 }
 STRUCTURE = (Structure(surrogate="none", detached=()),)
-
-
-class Declared:
-    """The declarations of SFT."""
-
-    @classmethod
-    def tiny_effects(cls) -> dict[str, Any]:
-        """Return what each setting does."""
-        return EFFECTS
-
-    @classmethod
-    def tiny_structure(cls) -> tuple[Structure, ...]:
-        """Return the structure: a likelihood, without scores."""
-        return STRUCTURE
+KIT = Declaration(effects=EFFECTS, structure=STRUCTURE)

@@ -16,7 +16,6 @@ from trainkit.functional import nll
 from trainkit.metrics import Mean, Metrics
 from trainkit.models import check_packing, embedding_noise, load_model, make_policy
 from trainkit_sft.config import SFTConfig
-from trainkit_sft.kit import Declared
 
 B = TypeVar("B", bound=Batch)
 
@@ -25,7 +24,7 @@ AT_ONCE = 1000
 
 
 @register_trainer("sft")
-class SFTTrainer(Declared, AccelerateRLTrainer[SFTConfig]):
+class SFTTrainer(AccelerateRLTrainer[SFTConfig]):
     """Trainer of SFT: loss = −mean log π(y_t | prompt, y_<t) over output tokens, EOS included; prompts are context."""
 
     inputs: ClassVar[tuple[str, ...]] = ("samples",)

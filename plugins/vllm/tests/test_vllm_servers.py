@@ -20,8 +20,8 @@ from trainkit.config import SamplingConfig
 from trainkit.errors import ConfigError, EngineError
 from trainkit.rollouts import Generated, Request
 from trainkit.testing import tiny_llama
-from trainkit.testing.conformance import checks_for, subjects_of
 from trainkit.testing.trainers import tiny_trainer
+from trainkit_kit.conformance import checks_for, subjects_of
 from trainkit_vllm.client import DiedError
 from trainkit_vllm.launch import Started
 from trainkit_vllm.worker import shapes_in
@@ -353,7 +353,7 @@ DIVIDED = """
 import json
 from pathlib import Path
 import torch
-from trainkit.testing.engines import MODEL
+from trainkit_kit.engines import MODEL
 from trainkit.testing.trainers import tiny_trainer
 
 def refused():

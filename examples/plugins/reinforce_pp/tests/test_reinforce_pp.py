@@ -9,9 +9,8 @@ import torch
 
 import trainkit
 from trainkit import Sequences
-from trainkit.testing import check_trainer
-from trainkit.testing.bandit import Bandit
 from trainkit.testing.trainers import tiny_trainer
+from trainkit_kit import Bandit, check_trainer
 from trainkit_reinforce_pp import ReinforcePPBatch
 
 

@@ -29,6 +29,7 @@ from trainkit.plugins import get_trainer
 from trainkit.rollouts.decoding import _cache
 from trainkit.rollouts.packing import bytes_of_packs
 from trainkit.testing import character_tokenizer
+from trainkit.testing.declarations import declaration_of
 from trainkit.testing.trainers import LETTERS, tiny_trainer
 from trainkit.trainer import optim, parking, sharing
 from trainkit.trainer.accelerate import AccelerateRLTrainer
@@ -291,7 +292,7 @@ def _lengths(trainer: Any, prompt: int | None, tokens: int | None, chosen: int |
 def _example(config: TRLConfig[Any]) -> Batch:
     """Return experience of the algorithm, of a tiny run: which tensors it has, of which types and dimensions."""
     cls: Any = get_trainer(config.method.name)
-    needed = cls.tiny_arguments().get("config", {}).get("method", {})
+    needed = declaration_of(cls).arguments.get("config", {}).get("method", {})
     given = {name: getattr(config.method, name) for name in config.method.model_fields_set - {"name", *needed}}
     changes = {f"method__{name}": value for name, value in given.items() if name != cls.group}
     with tempfile.TemporaryDirectory() as place, _quiet():

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainkit.testing import parametrize_checks
 from trainkit.testing.trainers import tiny_trainer
+from trainkit_kit import parametrize_checks
 
 
 @parametrize_checks("new_plugin")

@@ -4,8 +4,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from trainkit.testing import parametrize_checks
 from trainkit.testing.trainers import tiny_trainer
+from trainkit_kit import parametrize_checks
 
 
 @parametrize_checks("new_plugin")

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
-from trainkit.testing import parametrize_checks
 from trainkit.testing.trainers import tiny_trainer
+from trainkit_kit import parametrize_checks
 
 
 @parametrize_checks("new_plugin")

@@ -1,0 +1,72 @@
+"""A check: a function with its reason, which is run on a plugin."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import tempfile
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainkit_kit.failures import CheckError
+from trainkit_kit.repeating import difference_at_start
+from trainkit_kit.subjects import PARTS, Bench, Kind, Subject
+
+Condition = Callable[[Subject], bool]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that a plugin must do right."""
+
+    name: str
+    proves: str
+    """What the check verifies, in a sentence."""
+    matters: str
+    """Why it matters: what goes wrong in a plugin that fails."""
+    kind: Kind
+    function: Callable[[Bench], None]
+    where: Condition
+
+    def run(self, subject: Subject, folder: Path | None = None) -> None:
+        """Run the check on ``subject``, without printing what the plugin prints.
+
+        Raises:
+            CheckError: the check failed. Other exceptions of the plugin are passed on.
+        """
+        with tempfile.TemporaryDirectory() as made, redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            bench = Bench(subject, folder or Path(made))
+            try:
+                self.function(bench)
+            except CheckError as error:
+                if subject.kind not in PARTS and (told := difference_at_start(bench)):
+                    raise CheckError(f"{told}. Checks that compare trainers fail by it, as this one: {error}") from None
+                raise
+
+
+CHECKS: dict[str, Check] = {}
+"""All checks that are registered, by name, in the order in which they run."""
+
+OF_VARIANTS = {
+    "accumulation", "batch_mates", "credit_follows_scores", "credit_of_scores", "first_update", "keep_chooses",
+    "kl_pulls_back", "labels_decide", "mask_law", "metric_totals", "micro_batches", "padding_amount",
+    "prompts_may_repeat", "reference_counts_in_every_row", "reference_is_frozen", "reported_kl", "sides_of_pairs",
+    "two_processes", "weight_counts",
+}  # fmt: skip
+"""Checks that are also run for the variants that an algorithm declares: those of what is learnt in a step."""
+
+
+def check(
+    *, kind: Kind = "trainer", where: Condition = lambda _: True
+) -> Callable[[Callable[[Bench], None]], Callable[[Bench], None]]:
+    """Make a check of a function; its docstring says what it verifies and, in the paragraphs below, why it matters."""
+
+    def register(function: Callable[[Bench], None]) -> Callable[[Bench], None]:
+        proves, _, matters = (inspect.getdoc(function) or "").partition("\n\n")
+        name = function.__name__
+        CHECKS[name] = Check(name, " ".join(proves.split()), " ".join(matters.split()), kind, function, where)
+        return function
+
+    return register

@@ -1,0 +1,606 @@
+"""Checks of credit: what scores change, which parameters get a gradient, and that the algorithm learns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import cycle, islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from trainkit.data import Batch, Rollouts, Sequences
+from trainkit.plugins import hookimpl
+from trainkit.rollouts import decode
+from trainkit.testing import tiny_gpt2
+from trainkit.testing.trainers import PROMPTS, SAMPLES
+from trainkit.trainer.accelerate import AccelerateRLTrainer
+from trainkit.trainer.base import BaseRLTrainer
+from trainkit_kit.bandit import Bandit
+from trainkit_kit.checking import check
+from trainkit_kit.checks.fields import contexts
+from trainkit_kit.checks.policy import LORA, SHARP, VOCABULARY, compares, samples_text
+from trainkit_kit.checks.tools import (
+    Ids,
+    Logged,
+    credits_of,
+    for_loss,
+    gradient,
+    hashed,
+    ids_of,
+    push_away,
+    require_close,
+    require_same_experience,
+    require_same_weights,
+    rewarding,
+    weights,
+)
+from trainkit_kit.failures import require
+from trainkit_kit.subjects import Bench, Subject
+
+
+def rated(subject: Subject) -> bool:
+    """Return whether the subject learns from scores of responses or rewards of samples."""
+    return subject.rewarded or "rewards" in subject.inputs
+
+
+def credited(subject: Subject) -> bool:
+    """Return whether the subject learns from scores that a reward function gives to text that it samples."""
+    return subject.samples_text and "reward_fn" in subject.inputs
+
+
+def scored(bench: Bench, scores: Sequence[Any]) -> Any:
+    """Return a trainer with one collection, whose responses or samples have some of ``scores``."""
+    if bench.subject.online:
+        return bench.collected(arguments={"reward_fn": rewarding(scores)})
+    samples = bench.subject.declaration.arguments.get("samples", SAMPLES)
+    return bench.collected(arguments={"rewards": list(islice(cycle(scores), len(samples)))})
+
+
+# -------------------------------------------------------------------------------------------------- where scores go
+
+
+@check(where=credited)
+def credit_of_scores(bench: Bench) -> None:
+    """Check that a higher score of a response gives its last token more credit, at any position in its group.
+
+    Credit is how much the loss increases a token's log-probability. A score that is placed one token early or late, is
+    truncated to an integer, or is given to a row that is not trained leaves the last token's credit unchanged (S-02,
+    S-27, S-52, S-58, S-66).
+    """
+    sampled = _sampled(bench)
+    texts = _texts(bench, sampled)
+    for index in _chosen(bench, sampled):
+        credits_: list[float] = []
+        for score in (0.05, 0.95):
+            trainer = bench.collected(arguments={"reward_fn": _fractions({texts[index]: score})})
+            found = credits_of(trainer, trainer.store.experience)
+            credits_.append(float(found[sampled[index]][-1]) if sampled[index] in found else 0.0)
+        _require_rise(credits_, "last", index, sampled[index])
+
+
+@check(where=credited)
+def credit_of_dense_rewards(bench: Bench) -> None:
+    """Check that a score is the same as a reward of the last token, and a token's reward raises its credit.
+
+    A reward function may return a list of numbers per response. An algorithm that does not expect this takes rewards of
+    tokens for scores of responses (S-15).
+    """
+    sampled, usual = _sampled(bench), _fractions({})
+    texts = _texts(bench, sampled)
+    tokens = {text: len(ids[1]) for text, ids in zip(texts, sampled, strict=True)}
+
+    def dense(extra: dict[tuple[str, str], float]) -> Callable[..., list[list[float]]]:
+        def reward(prompts: list[str], outputs: list[str], **_: Any) -> list[list[float]]:
+            rows = []
+            for text, score in zip(zip(prompts, outputs, strict=True), usual(prompts, outputs), strict=True):
+                row = [0.0] * (tokens.get(text, 2) - 1) + [score]
+                rows.append([row[0] + extra.get(text, 0.0), *row[1:]])
+            return rows
+
+        return reward
+
+    one, other = (
+        bench.collected(arguments={"reward_fn": reward}).store.experience.flatten() for reward in (usual, dense({}))
+    )
+    require(one.keys() == other.keys(), "scores and rewards per token make experience with other fields")
+    for name, tensor in one.items():
+        require_close(tensor.float(), other[name].float(), f"{name} of scores and of equal rewards for the last tokens")
+    for index in [index for index in _chosen(bench, sampled) if len(sampled[index][1]) > 1]:
+        credits_: list[float] = []
+        for reward in (-1.0, 1.0):
+            trainer = bench.collected(arguments={"reward_fn": dense({texts[index]: reward})})
+            found = credits_of(trainer, trainer.store.experience)
+            credits_.append(float(found[sampled[index]][0]) if sampled[index] in found else 0.0)
+        _require_rise(credits_, "first", index, sampled[index])
+
+
+class _Made:
+    """An observer that keeps the last collection."""
+
+    experience: Batch
+
+    @hookimpl
+    def on_experience(self, experience: Batch) -> None:
+        """Keep the experience."""
+        self.experience = experience
+
+
+@check(where=credited)
+def given_responses(bench: Bench) -> None:
+    """Check that `step` makes the same experience from given responses and scores as a run, and learns from it.
+
+    The probabilities with which given responses were sampled are unknown: ``rollouts.logprobs`` and
+    ``rollouts.entropy`` are None, and `behaviour` computes them with the policy.
+    """
+    made, reward = _Made(), _fractions({})
+    usual, trainer = bench.collected(arguments={"reward_fn": reward}), bench.trainer(callbacks=[made])
+    rollouts = Rollouts.cat(usual._rollouts)
+    trainer.models.build()  # made before its weights are copied
+    before = weights(trainer)
+    trainer.step(rollouts.queries, rollouts.responses, reward(rollouts.prompts, rollouts.outputs))
+    what = "experience of responses in a run and of the same responses given to step()"
+    require_same_experience(usual.store.experience, made.experience, what)
+    after = weights(trainer)
+    require(any(not torch.equal(before[name], after[name]) for name in before), "step() changes no weight")
+
+
+def _sampled(bench: Bench) -> list[Ids]:
+    """Return the responses of the first collection, with the scores of `_fractions`."""
+    trainer = bench.collected(arguments={"reward_fn": _fractions({})})
+    return [ids for rollouts in trainer._rollouts for ids in ids_of(rollouts.sequences)]
+
+
+def _texts(bench: Bench, sampled: list[Ids]) -> list[tuple[str, str]]:
+    """Return the prompts and responses as the reward function gets them."""
+    tokenizer = bench.trainer().tokenizer
+    queries, responses = (decode(tokenizer, [list(ids[part]) for ids in sampled], True) for part in (0, 1))
+    return list(zip(queries, responses, strict=True))
+
+
+def _fractions(others: dict[tuple[str, str], float]) -> Callable[..., list[float]]:
+    """Return a reward function with scores between 0.1 and 0.9 that follow from the text, or those of ``others``."""
+
+    def reward(prompts: list[str], outputs: list[str], **_: Any) -> list[float]:
+        return [
+            others.get((prompt, output), 0.1 + 0.8 * hashed(prompt, output) / (1 << 32))
+            for prompt, output in zip(prompts, outputs, strict=True)
+        ]
+
+    return reward
+
+
+def _chosen(bench: Bench, sampled: list[Ids]) -> list[int]:
+    """Return indices of responses with unique ids: one per position in a group, the shortest and the longest."""
+    size = bench.trainer().samples_per_prompt
+    texts = _texts(bench, sampled)  # responses of other ids may have the same text
+    alone = [index for index, text in enumerate(texts) if texts.count(text) == 1]
+    by_length = sorted(alone, key=lambda index: len(sampled[index][1]))
+    places = [next((index for index in alone if index % size == place), None) for place in range(size)]
+    require(None not in places, f"too few of the {len(sampled)} responses to {len(PROMPTS)} prompts differ")
+    return sorted({*(index for index in places if index is not None), by_length[0], by_length[-1], alone[-1]})
+
+
+def _require_rise(found: list[float], which: str, index: int, ids: Ids) -> None:
+    low, high = found
+    require(
+        high - low > 1e-3 * max(abs(low), abs(high)),
+        f"the {which} token of response {index}, which has {len(ids[1])} tokens, has the credit {high:.4g} for a high "
+        f"score or reward, and {low:.4g} for a low one",
+    )
+
+
+@check(where=rated)
+def integer_scores(bench: Bench) -> None:
+    """Check that scores given as integers, booleans or NumPy numbers make the same experience as floats.
+
+    Statistics computed in the type of the scores round advantages to integers (S-58).
+    """
+    for floats, others in (
+        ([1.0, 2.0, 4.0, 0.0, 1.0, 3.0, 7.0, 2.0], (int, np.int64, np.float64)),
+        ([1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0], (bool, np.bool_)),
+    ):
+        plain = scored(bench, floats * 2).store.experience.flatten()
+        for kind in others:
+            given = scored(bench, [kind(score) for score in floats * 2]).store.experience.flatten()
+            for name, tensor in plain.items():
+                require_close(
+                    tensor.float(), given[name].float(), f"{name} of float and {kind.__name__} scores", rtol=0, atol=0
+                )
+
+
+# ------------------------------------------------------------------------------------------------- where gradients go
+
+
+def draws_and_compares(subject: Subject) -> bool:
+    """Return whether the subject samples text and uses a reference; one that keeps nothing of equal scores does not."""
+    return samples_text(subject) and compares(subject) and not subject.keeps
+
+
+@check(where=draws_and_compares)
+def kl_pulls_back(bench: Bench) -> None:
+    """Check that with equal scores a step moves the policy back towards its reference, or no step is made.
+
+    No metric of a short run reveals a penalty without gradient, an estimate whose gradient is 0 on average, or a wrong
+    sign (S-06).
+    """
+    trainer, sequences = _moved(bench, by=0.1)
+    batch = trainer.store.experience
+    if batch.weight == 0:
+        _require_no_step(trainer, batch)
+        return
+    back = _gradient_of_kl(trainer, sequences)
+    step = _gradient_by_policy(trainer, batch)
+    require(step.any(), "the loss has no gradient although the policy has moved; all scores are equal")
+    cosine = float(cosine_similarity(step, back, dim=0))
+    require(cosine > 0.5, f"the cosine of the step's gradient and the gradient of the divergence is {cosine:.3f}")
+
+
+@check(where=draws_and_compares)
+def reported_kl(bench: Bench) -> None:
+    """Check that the reported divergence from the reference is the exact one, up to the error of sampling.
+
+    ``policy/kl_per_token`` is compared with the exact divergence over the vocabulary, ``policy/kl`` with that or its
+    sum over a response, without and with an adapter. An estimate with the two policies exchanged has another mean, one
+    with a reference that keeps its adapter is 0, and controllers depend on it (S-06, S-26).
+    """
+    adapted: dict[str, Any] = {"model": tiny_gpt2(VOCABULARY, **SHARP), "model__peft_config": LORA}
+    for changes in ({}, adapted):
+        trainer, sequences = _moved(bench, by=0.3, **changes)
+        with torch.no_grad():
+            exact = trainer.policy(sequences, reference=trainer.reference).divergence
+            _, found = trainer.loss(for_loss(trainer, trainer.store.experience))
+        per_token = float(exact.sum() / sequences.response_mask.sum())
+        require(per_token > 0, "the reference has moved with the policy")
+        allowed = {"policy/kl_per_token": [per_token], "policy/kl": [per_token, float(exact.sum(1).mean())]}
+        told = {
+            name: value.compute() for name, value in {**trainer.recorder.pending, **found}.items() if name in allowed
+        }
+        for name, value in told.items():
+            off = min(abs(value / true - 1) for true in allowed[name])
+            under = " of a policy with an adapter" if changes else ""
+            require(off < 0.15, f"{name}{under} is {value:.4g}, and the exact divergence is {allowed[name][-1]:.4g}")
+
+
+def _moved(bench: Bench, by: float, **changes: Any) -> tuple[Any, Sequences]:
+    """Return a trainer whose policy has moved, with a large collection of equal scores, and its responses."""
+    size = bench.trainer().samples_per_prompt
+    count = 1024 // size * size
+    trainer = bench.trainer(
+        arguments={"reward_fn": rewarding([0.0])}, rollout__num_rollouts=count, rollout__batch_size=count, **changes
+    )
+    trainer.models.build()  # the reference is made with it
+    push_away(trainer.unwrapped.model, by)
+    trainer.collect()
+    sequences = Sequences.cat([rollouts.sequences for rollouts in trainer._rollouts])
+    return trainer, sequences.to(trainer.accelerator.device)
+
+
+def _require_no_step(trainer: Any, batch: Batch) -> None:
+    before = weights(trainer)
+    trainer.update(batch)
+    require_same_weights(before, weights(trainer), "weights before and after a step of weight 0")
+
+
+def _gradient_of_kl(trainer: Any, sequences: Sequences) -> Tensor:
+    trainer.optimizer.zero_grad()
+    trainer.policy(sequences, reference=trainer.reference).divergence.sum().backward()
+    return _taken(trainer)
+
+
+def _gradient_by_policy(trainer: Any, batch: Batch) -> Tensor:
+    """Return the gradient of the loss through the log-probabilities, without that through the values."""
+
+    def without_values(_: Any, __: Any, outputs: Any) -> Any:
+        return outputs if outputs.values is None else outputs._replace(values=outputs.values.detach())
+
+    handle = trainer.policy.register_forward_hook(without_values)
+    try:
+        trainer.loss(for_loss(trainer, batch))[0].backward()
+    finally:
+        handle.remove()
+    return _taken(trainer)
+
+
+def _taken(trainer: Any) -> Tensor:
+    """Return the flat gradient of the language model, and reset it."""
+    trained = [p for p in trainer.unwrapped.model.parameters() if p.requires_grad]
+    flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in trained])
+    trainer.optimizer.zero_grad()
+    return flat
+
+
+@check()
+def gradient_reaches(bench: Bench) -> None:
+    """Check that in a short run every trained parameter gets a gradient, and frozen parameters do not change.
+
+    A head that no loss uses, or a part of the model behind a detach, silently keeps its initial weights. Layers that
+    are frozen to save memory, and shared with the reference, must not change (S-25, S-59).
+    """
+    trainer = bench.trainer()
+    missing = {name for name, p in trainer.unwrapped.named_parameters() if p.requires_grad}
+    require(missing, "the model has no trainable parameters")
+    trainer.models.build()  # moves the parameters to the device
+    still = {_module_of(name) for name in missing}
+
+    def arrived(name: str, grad: Tensor) -> None:
+        missing.discard(name)
+        if grad.any():  # one parameter per module is enough: a bias may cancel in a difference of scores
+            still.discard(_module_of(name))
+
+    for name, parameter in trainer.unwrapped.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(partial(arrived, name))
+    trainer.learn()
+    require(not missing, f"in a run no gradient reaches {', '.join(sorted(missing)[:3])}")
+    require(not still, f"in a run the gradient is 0 in all parameters of {', '.join(sorted(still)[:3])}")
+    if bench.subject.language:
+        _require_frozen_stays(bench)
+
+
+def _module_of(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
+
+
+def _require_frozen_stays(bench: Bench) -> None:
+    trainer = bench.trainer(model__num_layers_unfrozen=1)
+    before = weights(trainer)
+    trainer.learn()
+    moved = {name for name, tensor in weights(trainer).items() if not torch.equal(tensor, before[name])}
+    below = [name for name in moved if ".h.0." in name or ".wte." in name or ".wpe." in name]
+    require(not below, f"with num_layers_unfrozen 1 of 2 a run changes {', '.join(below[:3])}")
+    require(
+        any(".h.1." in name for name in moved), "with num_layers_unfrozen 1 of 2 a run does not change the upper layer"
+    )
+
+
+def keeps_state(subject: Subject) -> bool:
+    """Return whether the subject declares state in `remembers`, or overrides `after_step`."""
+    cls = subject.trainer_class
+    return bool(cls.remembers) or cls.after_step is not BaseRLTrainer.after_step
+
+
+@check(where=keeps_state)
+def kept_state_moves(bench: Bench) -> None:
+    """Check that a run changes what an algorithm keeps besides trained weights, e.g. target networks or statistics.
+
+    With a target that is never synchronised an algorithm keeps learning from its initial state (S-14).
+    """
+    trainer = bench.trainer()
+    before = _kept(trainer)
+    require(
+        before,
+        "after_step is overridden, but there is neither a buffer nor anything in `remembers` that it could change",
+    )
+    trainer.learn()
+    still = [name for name, value in _kept(trainer).items() if repr(value) == repr(before[name])]
+    require(not still, f"a run does not change {', '.join(still[:3])}")
+
+
+def _kept(trainer: Any) -> dict[str, Any]:
+    """Return copies of the attributes in `remembers`, and of saved buffers outside the model itself."""
+    own = {name for name, _ in trainer.unwrapped.named_buffers() if not name.startswith("model.")}
+    state = trainer.unwrapped.state_dict()
+    buffers = {name: state[name].tolist() for name in own & state.keys() if state[name].is_floating_point()}
+    return buffers | {name: repr(getattr(trainer, name)) for name in type(trainer).remembers}
+
+
+# --------------------------------------------------------------------------------------------------------- precision
+
+
+@check()
+def finite_at_extremes(bench: Bench) -> None:
+    """Check that loss and gradient stay finite with equal or huge scores, one token, one response, a distant policy.
+
+    A standard deviation of 0 or of one number, or an exponential of an advantage or a log-ratio, can give an infinity,
+    and a single one ends a run hours after it began (S-16, S-43).
+    """
+    for what, trainer in _extremes(bench):
+        batch = trainer.store.experience
+        require(len(batch) > 0, f"with {what} the experience is empty")
+        for name, tensor in batch.flatten().items():
+            require(not tensor.is_floating_point() or tensor.isfinite().all(), f"with {what} {name} is not finite")
+        with torch.no_grad():
+            loss = float(trainer.loss(for_loss(trainer, batch))[0])
+        require(np.isfinite(loss), f"with {what} the loss is {loss}")
+        require(gradient(trainer, batch).isfinite().all(), f"with {what} the gradient is not finite")
+
+
+def _extremes(bench: Bench) -> Iterator[tuple[str, Any]]:
+    subject = bench.subject
+    if rated(subject) and not subject.keeps:
+        yield "equal scores", scored(bench, [1.0])
+    if rated(subject):
+        yield "scores of ±1e6", scored(bench, [1e6, -1e6, -1e6])
+    if subject.online:
+        few = {"rollout__num_rollouts": bench.trainer().samples_per_prompt}
+        yield "the smallest collection", bench.collected(**few)
+        if subject.language:
+            yield "responses of one token", bench.collected(rollout__max_new_tokens=1)
+            yield "a collection of one token per response", bench.collected(**few, rollout__max_new_tokens=1)
+    for settings in ({}, *contexts(subject).values()):
+        far = bench.collected(**settings)
+        push_away(far.unwrapped, by=1.0)
+        yield f"a policy far from the one that sampled{f' under {settings}' if settings else ''}", far
+
+
+@check(where=lambda subject: subject.language)
+def bf16_autocast(bench: Bench) -> None:
+    """Check that under bf16 autocast the loss and the direction of its gradient are those of float32, up to rounding.
+
+    Heads of the wrong dtype, and sums, ratios or log-probabilities that are computed in 16 bits, show only in runs with
+    mixed precision.
+    """
+    exact, rounded = bench.collected(), bench.trainer(train__mixed_precision="bf16")
+    batch = exact.store.experience
+    one, other = _measured(exact, batch), _measured(rounded, _of_same_responses(rounded, exact))
+    require(
+        abs(one[0] - other[0]) <= 2e-3 * (abs(one[0]) + 1), f"the loss is {one[0]:.5g}, and under bf16 {other[0]:.5g}"
+    )
+    kinds = {name: p.dtype for name, p in exact.unwrapped.named_parameters()}
+    cast = [name for name, p in rounded.unwrapped.named_parameters() if p.dtype != kinds[name]]
+    require(not cast, f"under bf16 autocast the weights have another dtype: {', '.join(cast[:3])}")
+    cosine = float(cosine_similarity(one[1], other[1], dim=0))
+    require(cosine > 0.98, f"the cosine of the gradients in float32 and under bf16 is {cosine:.3f}")
+
+
+def _of_same_responses(rounded: Any, exact: Any) -> Batch:
+    """Return the experience that ``rounded`` makes of the responses of ``exact``, or else that of ``exact``.
+
+    With log-probabilities at sampling in another precision, a ratio that should be 1 could leave a small clip range.
+    """
+    batch: Batch = exact.store.experience
+    if not exact.online or type(exact).make_experience is not AccelerateRLTrainer.make_experience:
+        return batch
+    parts = [replace(part, logprobs=None, entropy=None) for part in exact._rollouts]
+    rounded.sample = lambda *_, **__: parts.pop(0)
+    rounded.collect()
+    made: Batch = rounded.store.experience
+    return made
+
+
+def _measured(trainer: Any, batch: Batch) -> tuple[float, Tensor]:
+    policy = trainer.policy
+    with torch.no_grad(), trainer.accelerator.autocast():
+        prepared = for_loss(trainer, batch)
+    loss, _ = trainer.updater.measure(prepared)
+    loss.backward()
+    flat = torch.cat([p.grad.flatten().float() for p in policy.parameters() if p.grad is not None])
+    trainer.optimizer.zero_grad()
+    return float(loss.detach()), flat
+
+
+# ---------------------------------------------------------------------------------------------------------- learning
+
+
+@check()
+def learns(bench: Bench) -> None:
+    """Check that the algorithm learns a small problem whose solution is known.
+
+    Every part can be right while the whole learns nothing, or the opposite: a wrong sign, a step that is not made, a
+    comparison with the wrong row.
+    """
+    subject = bench.subject
+    if credited(subject) or subject.needs_environment:
+        _finds_rewards(bench)
+    elif subject.samples_text:
+        _loss_falls(bench)
+    elif subject.language and "pairs" in subject.inputs:
+        _prefers_the_chosen(bench)
+    elif not subject.writes_text:
+        _improves(bench)
+    elif {"rewards", "labels"} & {*subject.inputs}:
+        _samples_the_better(bench)
+    elif subject.chooses_reference:  # such as a teacher, which it comes closer to, and not to the samples
+        _loss_falls(bench)
+    else:
+        _imitates(bench)
+
+
+RUN: dict[str, Any] = {
+    "optimizer__lr": 1e-2,
+    "train__batch_size": 32,
+    "rollout__num_rollouts": 64,
+    "rollout__batch_size": 64,
+}
+
+
+def _finds_rewards(bench: Bench) -> None:
+    bandit = Bandit()
+    # an algorithm that keeps nothing of equally good responses ends where it has learnt the bandit
+    changes = {**RUN, "rollout__max_new_tokens": 1, "train__total_steps": 20 if bench.subject.keeps else 60}
+    arguments = bandit.arguments
+    if bench.subject.needs_environment:
+        arguments |= {"environment": bandit.environment, "reward_fn": None}
+    trainer = bench.trainer(arguments=arguments, **changes)
+    before = _expected(bandit, trainer)
+    trainer.learn()
+    after, best = _expected(bandit, trainer), float(bandit.rewards.max(1).values.mean())
+    seen = f"the expected reward goes from {before:.3f} to {after:.3f} in {trainer.progress.step} steps; "
+    require(after - before > 0.3 * (best - before), f"{seen}the best is {best:.3f}")
+
+
+def _expected(bandit: Bandit, trainer: Any) -> float:
+    """Return the exact mean reward of the policy."""
+    return float((bandit.logprobs(trainer.unwrapped.model).exp() * bandit.rewards).sum(1).mean())
+
+
+def _samples_the_better(bench: Bench) -> None:
+    bandit = Bandit()
+    samples = [(prompt, response) for prompt in bandit.prompts for response in bandit.responses]
+    good = (bandit.rewards > bandit.rewards.median(1, keepdim=True).values).flatten().double()
+    arguments = {
+        "tokenizer": bandit.tokenizer,
+        "samples": samples,
+        "rewards": good.tolist(),
+        "prompts": list(bandit.prompts),
+    }
+    trainer = bench.trainer(arguments=arguments, **RUN, train__total_steps=200)
+    trainer.learn()
+    share = _share_of_good(bandit, trainer, good.view(bandit.rewards.shape))
+    usual = float(good.mean())
+    require(
+        share > usual + 0.1,
+        f"{usual:.0%} of the samples are good, and after training {share:.0%} of the generated responses",
+    )
+
+
+def _share_of_good(bandit: Bandit, trainer: Any, good: Tensor) -> float:
+    """Return the share of good responses among the generated responses of the bandit."""
+    rollouts = trainer.generate(list(bandit.prompts) * 64, max_new_tokens=1)
+    pairs = [(p, o) for p, o in zip(rollouts.prompts, rollouts.outputs, strict=True) if o in bandit.responses]
+    require(pairs, "no generated response is among the samples")
+    return sum(float(good[bandit.prompts.index(p), bandit.responses.index(o)]) for p, o in pairs) / len(pairs)
+
+
+def _prefers_the_chosen(bench: Bench) -> None:
+    trainer = bench.trainer(optimizer__lr=1e-2, train__total_steps=40)
+    before = _margins(trainer)
+    trainer.learn()
+    share = float((_margins(trainer) > before).float().mean())
+    require(share >= 0.9, f"a run increases the margin of only {share:.0%} of its own pairs")
+
+
+@torch.no_grad()
+def _margins(trainer: Any) -> Tensor:
+    """Return the margin of each pair: of log-likelihoods, or of scores if the model gives scores."""
+    answer = trainer.policy(trainer.encode_preferences(trainer.pipeline.rows).both)
+    chosen, rejected = (answer if isinstance(answer, Tensor) else answer.logprobs.sum(1)).chunk(2)
+    return chosen - rejected
+
+
+def _imitates(bench: Bench) -> None:
+    trainer = bench.trainer(optimizer__lr=1e-2, train__total_steps=40)
+    before = _likelihood(trainer)
+    trainer.learn()
+    after = _likelihood(trainer)
+    require(after > 0.7 * before, f"the mean log-likelihood of the samples goes from {before:.4g} to {after:.4g}")
+
+
+@torch.no_grad()
+def _likelihood(trainer: Any) -> float:
+    sequences = trainer.encode_samples(trainer.read_samples(SAMPLES))
+    return float(trainer.policy(sequences).logprobs.sum(1).mean())
+
+
+def _improves(bench: Bench) -> None:
+    trainer = bench.trainer(optimizer__lr=1e-2, train__total_steps=40)
+    measure = "eval/reward" if bench.subject.online else "eval/loss/total"
+    before = trainer.evaluate()[measure]
+    trainer.learn()
+    after = trainer.evaluate()[measure]
+    better = after > before if bench.subject.online else after < before
+    require(better, f"{measure} goes from {before:.4g} to {after:.4g}")
+
+
+def _loss_falls(bench: Bench) -> None:
+    """Fail unless the loss is lower at the end of a run than at its beginning, for algorithms without rewards."""
+    told = Logged()
+    bench.trainer(callbacks=[told], optimizer__lr=1e-2, train__total_steps=40).learn()
+    losses = [metrics["loss/total"] for metrics in told.steps.values() if "loss/total" in metrics]
+    before, after = (sum(part) / len(part) for part in (losses[:5], losses[-5:]))
+    require(after < before, f"the loss goes from {before:.4g} in the first five steps to {after:.4g} in the last five")

@@ -1,0 +1,311 @@
+"""Checks of what settings do: the effects that an algorithm declares are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainkit.data import Batch, Preferences, Rollouts, Sequences, TokenBatch
+from trainkit.errors import suggest
+from trainkit.functional import masked_mean
+from trainkit.testing.declarations import QUANTITIES, Effect
+from trainkit_kit.checking import check
+from trainkit_kit.checks.fields import contexts, method_fields
+from trainkit_kit.checks.tools import (
+    credits_of,
+    flat_gradient,
+    for_loss,
+    ids_of,
+    nudged,
+    push_away,
+    readings,
+    sequences_in,
+)
+from trainkit_kit.checks.traces import metric_lines
+from trainkit_kit.failures import require
+from trainkit_kit.subjects import Bench, Subject
+
+CLOSE = 1e-4
+"""Largest relative difference of numbers that are equal up to rounding."""
+
+
+def declares_effects(subject: Subject) -> bool:
+    """Return whether the subject declares effects of its settings."""
+    return bool(subject.declaration.effects)
+
+
+def effects_of(subject: Subject) -> Iterator[tuple[str, Effect]]:
+    """Yield the declared effects with the names of their settings."""
+    for name, given in subject.declaration.effects.items():
+        for effect in [given] if isinstance(given, Effect) else given:
+            yield name, effect
+
+
+@check(where=declares_effects)
+def effects_as_declared(bench: Bench) -> None:
+    """Check that settings do what is declared: a quantity rises, falls, stays, or has a known value.
+
+    That a setting changes something, which `fields_have_effects` checks, is also true of a wrong sign: of an entropy
+    bonus that lowers the entropy, or of a penalty that is added.
+    """
+    known, made = method_fields(bench.subject), _Collected(bench)
+    for setting, effect in effects_of(bench.subject):
+        require(
+            setting in known, f"the declared effects name {setting!r}, which is no setting{suggest(setting, known)}"
+        )
+        found = [_measured(bench, made, setting, value, effect) for value in effect.values]
+        told = ", ".join(f"{value!r}: {number:.6g}" for value, number in zip(effect.values, found, strict=True))
+        seen = f"method.{setting} gives {effect.name} the values {told}; "
+        slack = CLOSE * max(map(abs, found)) + 1e-9
+        steps = [after - before for before, after in pairwise(found)]
+        if effect.rises:
+            require(all(step > slack for step in steps), f"{seen}it is declared to rise")
+        elif effect.falls:
+            require(all(step < -slack for step in steps), f"{seen}it is declared to fall")
+        elif effect.same:
+            require(all(abs(step) <= slack for step in steps), f"{seen}it is declared not to change")
+        else:
+            due = list(effect.equals.values())
+            far = max(abs(a - b) for a, b in zip(found, due, strict=True))
+            require(
+                far <= CLOSE * max(map(abs, due)) + 1e-6,
+                f"{seen}the declared ones are {', '.join(f'{x:.6g}' for x in due)}",
+            )
+
+
+class _Collected:
+    """The trainers with one collection whose experience is only read, kept for further effects of their settings."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench, self.kept = bench, dict[str, Any]()
+
+    def __call__(self, settings: dict[str, Any]) -> Any:
+        key = repr(sorted(settings.items()))
+        if key not in self.kept:
+            self.kept[key] = self.bench.collected(**settings)
+        return self.kept[key]
+
+
+def _measured(bench: Bench, made: _Collected, setting: str, value: Any, effect: Effect) -> float:
+    """Return the quantity of an effect with the setting at ``value``."""
+    settings = {**contexts(bench.subject).get(setting, {}), **effect.under, f"method.{setting}": value}
+    if callable(effect.quantity):
+        return float(effect.quantity(bench.collected(**settings)))
+    return float(_measure_of(effect.quantity, made)(bench, settings))
+
+
+Measure = Callable[[Bench, dict[str, Any]], float | Tensor]
+
+
+def _measure_of(quantity: str, made: _Collected) -> Measure:
+    """Return the function that measures a quantity of `QUANTITIES`."""
+    if quantity in SIMPLE:
+        return SIMPLE[quantity]
+    if quantity.startswith("credit of "):
+        which = quantity.removeprefix("credit of ")
+        require(which in ROWS, f"there is no quantity {quantity!r}{suggest(quantity, QUANTITIES)}")
+        return lambda _, settings: _credit(made(settings), ROWS[which])
+    if quantity.startswith("gradient of "):
+        return lambda bench, settings: _gradient_norm(bench, settings, quantity.removeprefix("gradient of "))
+    return lambda _, settings: _field(made(settings), quantity)
+
+
+# ---------------------------------------------------------------------------------------------------------- quantities
+
+
+def _loss(bench: Bench, settings: dict[str, Any]) -> Tensor:
+    trainer = nudged(bench.collected(**settings))
+    with torch.no_grad():
+        loss: Tensor = trainer.loss(for_loss(trainer, trainer.store.experience))[0]
+    return loss
+
+
+def _collections(bench: Bench, settings: dict[str, Any]) -> int:
+    trainer = bench.trainer(**{"train.total_steps": 12, **settings})
+    honest, made = trainer.fill_store, list[int]()
+
+    def fill() -> None:
+        made.append(1)
+        honest()
+
+    trainer.fill_store = fill
+    trainer.learn()
+    return len(made)
+
+
+def _responses(bench: Bench, settings: dict[str, Any]) -> float:
+    rollouts = Rollouts.cat(bench.collected(**settings)._rollouts)
+    return len(rollouts.rows) / len({tuple(query.tolist()) for query in rollouts.queries})
+
+
+def _rows(bench: Bench, settings: dict[str, Any]) -> int:
+    return len(bench.collected(**settings).store.experience)
+
+
+def _weight(bench: Bench, settings: dict[str, Any]) -> float:
+    return float(bench.collected(**settings).store.experience.weight)
+
+
+def _skipped(bench: Bench, settings: dict[str, Any]) -> float:
+    trainer = bench.learnt(**{"train.total_steps": 12, "optimizer.lr": 0.03, **settings})
+    return float(sum(line.get("train/skipped", 0.0) for line in metric_lines(trainer.run_dir, training=True)))
+
+
+def _unclipped(bench: Bench, settings: dict[str, Any]) -> float:
+    trainer = nudged(bench.collected(**settings), 0.05)
+    credits_ = [credit for reading in readings(trainer, trainer.store.experience) for _, credit in reading.rows()]
+    return float((torch.cat(credits_) != 0).float().mean())
+
+
+def _unclipped_values(bench: Bench, settings: dict[str, Any]) -> float:
+    trainer = nudged(bench.collected(**settings), 0.05)
+    kept: list[Any] = []
+
+    def note(_: Any, __: Any, outputs: Any) -> None:
+        require(getattr(outputs, "values", None) is not None, "the policy gives no values")
+        outputs.values.retain_grad()
+        kept.append(outputs.values)
+
+    batch = for_loss(trainer, trainer.store.experience)
+    handle = trainer.policy.register_forward_hook(note)
+    try:
+        trainer.loss(batch)[0].backward()
+    finally:
+        handle.remove()
+    return float(masked_mean((kept[0].grad != 0).float(), batch.sequences.response_mask))
+
+
+def _rate(what: str) -> Measure:
+    """Return a measure of how much a step raises an output of the policy."""
+
+    def measure(bench: Bench, settings: dict[str, Any]) -> Tensor:
+        trainer = bench.trainer(**{"rollout.num_rollouts": 64, **settings} if bench.subject.online else settings)
+        trainer.models.build()  # the reference is made with it
+        if what == "divergence":
+            push_away(trainer.unwrapped, by=0.1)
+        trainer.collect()
+        batch = trainer.store.experience
+        sequences = Sequences.cat(sequences_in(batch)).to(trainer.accelerator.device)
+        trainer.loss(for_loss(trainer, batch))[0].backward()
+        step = -flat_gradient(trainer)
+        trainer.optimizer.zero_grad()
+        extra = {"reference": trainer.reference} if what == "divergence" else {"entropy": what == "entropy"}
+        outputs = trainer.policy(sequences, **extra)
+        name = "logprobs" if what == "likelihood" else what
+        values = outputs.head[name] if name in outputs.head else getattr(outputs, name)
+        masked_mean(values, sequences.response_mask).backward()
+        along: Tensor = flat_gradient(trainer) @ step
+        trainer.optimizer.zero_grad()
+        return along
+
+    return measure
+
+
+def _gradient_norm(bench: Bench, settings: dict[str, Any], part: str) -> Tensor:
+    trainer = nudged(bench.collected(**settings))
+    chosen = [p for name, p in trainer.unwrapped.named_parameters() if part in name and p.requires_grad]
+    require(chosen, f"no trained parameter has {part!r} in its name")
+    trainer.loss(for_loss(trainer, trainer.store.experience))[0].backward()
+    norms = [torch.zeros(()) if p.grad is None else p.grad.norm().cpu() for p in chosen]
+    whole: Tensor = torch.stack(norms).norm()
+    return whole
+
+
+SIMPLE: dict[str, Measure] = {
+    "loss": _loss,
+    "collections": _collections,
+    "responses": _responses,
+    "rows": _rows,
+    "weight": _weight,
+    "skipped": _skipped,
+    "unclipped": _unclipped,
+    "unclipped values": _unclipped_values,
+    "entropy": _rate("entropy"),
+    "divergence": _rate("divergence"),
+    "values": _rate("values"),
+    "likelihood": _rate("likelihood"),
+}
+
+
+# -------------------------------------------------------------------------------------------------- credit and fields
+
+
+def _ended(trainer: Any) -> dict[Any, bool]:
+    """Return whether each sampled response has ended, by its ids."""
+    rollouts = Rollouts.cat(trainer._rollouts)
+    return dict(zip(ids_of(rollouts.sequences), rollouts.terminated.tolist(), strict=True))
+
+
+def _terminated(trainer: Any) -> Callable[[Any], bool]:
+    ended = _ended(trainer)
+    return lambda ids: ended.get(ids, False)
+
+
+def _truncated(trainer: Any) -> Callable[[Any], bool]:
+    ended = _ended(trainer)
+    return lambda ids: not ended.get(ids, True)
+
+
+def _side(name: str) -> Callable[[Any], Callable[[Any], bool]]:
+    def which(trainer: Any) -> Callable[[Any], bool]:
+        batch = trainer.store.experience
+        require(isinstance(batch, Preferences), f"the experience is a {type(batch).__name__}, which has no pairs")
+        ids = {*ids_of(getattr(batch, name))}
+        return lambda each: each in ids
+
+    return which
+
+
+def _labelled(wanted: bool) -> Callable[[Any], Callable[[Any], bool]]:
+    def which(trainer: Any) -> Callable[[Any], bool]:
+        rows = [row for row in trainer.pipeline.rows if row["label"] is wanted]
+        ids = {*ids_of(trainer.encode_samples(rows))}
+        return lambda each: each in ids
+
+    return which
+
+
+ROWS: dict[str, Callable[[Any], Callable[[Any], bool]]] = {
+    "truncated": _truncated,
+    "terminated": _terminated,
+    "first tokens": lambda _: lambda __: True,
+    "chosen": _side("chosen"),
+    "rejected": _side("rejected"),
+    "desirable": _labelled(True),
+    "undesirable": _labelled(False),
+}
+
+
+def _credit(trainer: Any, rows: Callable[[Any], Callable[[Any], bool]]) -> Tensor:
+    wanted, first = rows(trainer), rows is ROWS["first tokens"]
+    credits_ = {ids: credit for ids, credit in credits_of(trainer, trainer.store.experience).items() if wanted(ids)}
+    require(credits_, "no response of the tiny run is one of these")
+    return torch.cat([credit[:1] if first else credit for credit in credits_.values()]).mean()
+
+
+def _field(trainer: Any, quantity: str) -> Tensor:
+    """Return the mean of a field of the experience, perhaps over some of its rows."""
+    size = quantity.startswith("size of ")
+    name, _, which = quantity.removeprefix("size of ").partition(" of ")
+    batch: Batch = trainer.store.experience
+    values = getattr(batch, name, None)
+    parts = [key for key, value in batch.parts().items() if isinstance(value, Tensor)]
+    known: Sequence[str] = [*QUANTITIES, *parts]
+    require(
+        isinstance(values, Tensor) and which in ("", "truncated", "terminated"),
+        f"there is no quantity {quantity!r}{suggest(quantity, known)}; there are {', '.join(known)}",
+    )
+    assert isinstance(values, Tensor), "just required"
+    values = values.abs().float() if size else values.float()
+    rows = torch.ones(len(batch), dtype=torch.bool, device=values.device)
+    if which:
+        wanted = ROWS[which](trainer)
+        rows = torch.tensor([wanted(ids) for ids in ids_of(sequences_in(batch)[0])], device=values.device)
+        require(rows.any(), f"no row of the experience is {which}")
+    if values.dim() < 2 or not isinstance(batch, TokenBatch):
+        return values[rows].mean()
+    return masked_mean(values[rows], batch.sequences.response_mask[rows])

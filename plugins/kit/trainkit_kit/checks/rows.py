@@ -1,0 +1,131 @@
+"""Checks of rows: padding, other rows and their order must not change what is learnt from a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trainkit_kit.checking import check
+from trainkit_kit.checks.tools import (
+    collected_from,
+    floats,
+    gradient,
+    left_padded,
+    measured,
+    nudged,
+    require_same_experience,
+    require_same_gradient,
+    require_same_metrics,
+    right_padded,
+    sequences_in,
+    widened,
+    with_garbage,
+)
+from trainkit_kit.failures import require
+from trainkit_kit.subjects import Bench, Subject
+
+
+def language(subject: Subject) -> bool:
+    """Return whether the subject trains language models: only these have masks and padding."""
+    return subject.language
+
+
+def require_same_collection(one: Any, other: Any, what: str) -> None:
+    """Fail unless two trainers hold the same experience and metrics of it; ``what`` names the two."""
+    require_same_experience(one.store.experience, other.store.experience, f"experience {what}")
+    require_same_metrics(
+        floats(one.recorder.pending), floats(other.recorder.pending), f"metrics of a collection {what}"
+    )
+
+
+@check(where=language)
+def mask_law(bench: Bench) -> None:
+    """Check that values at masked positions, even NaN, change neither experience nor loss, gradient or metrics.
+
+    A loss that multiplies by the mask turns a NaN or an infinity in padding into a NaN of the whole model (S-15). A
+    loss that ignores the mask learns from padding. Advantages that are whitened over padding differ between batches
+    (S-10).
+    """
+    trainer = nudged(bench.collected())
+    batch = trainer.store.experience
+    require(
+        any(not sequences.attention_mask.all() for sequences in sequences_in(batch)),
+        f"no Sequences of the {type(batch).__name__} has padding, so masks cannot be checked; put tokens, and tensors "
+        "about tokens, into a TokenBatch or into a Batch with Sequences in it",
+    )
+    (clean, found), (dirty, seen) = measured(trainer, batch), measured(trainer, with_garbage(batch))
+    require_same_gradient(clean, dirty, "gradients without and with garbage under the mask", rtol=0)
+    require_same_metrics(found, seen, "metrics of a batch without and with garbage under the mask")
+    spoilt = collected_from(bench, with_garbage)
+    require_same_collection(bench.collected(), spoilt, "prepared without and with garbage under the mask")
+
+
+@check(where=language)
+def padding_amount(bench: Bench) -> None:
+    """Check that the number of padding columns changes neither experience nor loss, gradient or metrics.
+
+    A mean over padded columns depends on the longest row in the batch (S-38, S-56), and so do statistics of a
+    collection that include padding (S-10).
+    """
+    trainer = nudged(bench.collected())
+    batch = trainer.store.experience
+    (one, found), (other, seen) = measured(trainer, batch), measured(trainer, widened(batch, 5))
+    require_same_gradient(one, other, "gradients without and with five more columns of padding")
+    require_same_metrics(found, seen, "metrics of a batch without and with five more columns of padding")
+    wide = collected_from(bench, lambda experience: widened(experience, 5))
+    require_same_collection(bench.collected(), wide, "prepared without and with five more columns of padding")
+
+
+@check(where=lambda subject: subject.causal)
+def padding_side(bench: Bench) -> None:
+    """Check that padding on the left instead of the right changes neither experience nor gradient or metrics.
+
+    Code that finds the first or last tokens of a response by counting columns finds other tokens if prompts differ in
+    length, or if rows are padded on the left, as generation pads them.
+    """
+    trainer = nudged(bench.collected())
+    batch = trainer.store.experience
+    (one, found), (other, seen) = measured(trainer, batch), measured(trainer, left_padded(batch))
+    require_same_gradient(one, other, "gradients of rows that are padded on the right and on the left")
+    require_same_metrics(found, seen, "metrics of rows that are padded on the right and on the left")
+    usual, turned = bench.collected(), collected_from(bench, left_padded)
+    what = "what prepare_experience makes of rows that are padded on the right and on the left"
+    require_same_experience(usual.store.experience, right_padded(turned.store.experience), what)
+
+
+@check()
+def batch_mates(bench: Bench) -> None:
+    """Check that a row's experience does not depend on the other rows of its part, which can have any size.
+
+    A collection is made in parts of `rollout.batch_size` rows, which is chosen by memory and may separate the responses
+    to one prompt. Statistics that are computed while a part is made change with its size (S-10); code that compares
+    rows belongs in `prepare_experience`.
+    """
+    whole = _in_parts_of(bench, 1_000)
+    for size in (5, 3):
+        parts = _in_parts_of(bench, size)
+        require_same_collection(whole, parts, f"made as a whole and in parts of {size} rows")
+
+
+def _in_parts_of(bench: Bench, size: int) -> Any:
+    """Return a trainer after a collection in parts of ``size`` rows; each prompt has a seed for its samples."""
+    trainer = bench.trainer(rollout__batch_size=size)
+    if trainer.online:
+        rows = [{**row, "seed": seed} for seed, row in enumerate(trainer.pipeline.rows)]
+        trainer.add_prompt_pipeline(rows)
+    trainer.collect()
+    return trainer
+
+
+@check()
+def row_order(bench: Bench) -> None:
+    """Check that the order of a batch's rows does not change the gradient.
+
+    Batches are shuffled, so an algorithm that pairs rows by their position in a batch compares unrelated rows.
+    """
+    trainer = nudged(bench.collected())
+    batch = trainer.store.experience
+    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(3))
+    one, other = gradient(trainer, batch), gradient(trainer, batch.select(order))
+    require_same_gradient(one, other, "gradients of a batch and of its rows in another order")

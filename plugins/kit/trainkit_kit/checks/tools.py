@@ -1,0 +1,395 @@
+"""Comparisons and measurements that several checks use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainkit.data import Batch, Sequences, TokenBatch
+from trainkit.metrics import Metrics
+from trainkit.plugins import hookimpl
+from trainkit.trainer.base import Verdict
+from trainkit_kit.failures import require
+from trainkit_kit.subjects import Bench
+
+# ---------------------------------------------------------------------------------------------------------- comparing
+
+
+def weights(trainer: Any) -> dict[str, Tensor]:
+    """Return a copy of the model's state on the CPU, so that states of several devices can be compared."""
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in trainer.unwrapped.state_dict().items()}
+
+
+def require_same_weights(one: dict[str, Tensor], other: dict[str, Tensor], what: str) -> None:
+    """Fail unless two states are bit-equal; ``what`` names the two."""
+    differ = [name for name in one if name not in other or not torch.equal(one[name], other[name])]
+    differ += sorted(other.keys() - one.keys())
+    require(not differ, f"{what} differ in {', '.join(differ[:3])}{' and more' if len(differ) > 3 else ''}")
+
+
+def require_close(one: Tensor, other: Tensor, what: str, *, rtol: float = 1e-4, atol: float = 1e-6) -> None:
+    """Fail unless two tensors agree, NaN with NaN; ``what`` names the two."""
+    require(one.shape == other.shape, f"{what} have different shapes, {tuple(one.shape)} and {tuple(other.shape)}")
+    if not one.is_floating_point():
+        require(torch.equal(one, other), f"{what} differ in {int((one != other).sum())} of {one.numel()} elements")
+        return
+    off, largest = (float(x.abs().max()) if x.numel() else 0.0 for x in (one - other, one))
+    require(
+        torch.allclose(one, other, rtol=rtol, atol=atol, equal_nan=True),
+        f"{what} differ by up to {off:.3g}; the largest element is {largest:.3g}",
+    )
+
+
+def require_same_gradient(one: Tensor, other: Tensor, what: str, *, rtol: float = 1e-4) -> None:
+    """Fail unless two gradients agree, up to rounding, and are not zero; ``what`` names the two."""
+    require(
+        one.isfinite().all() and one.any(),
+        f"of the {what}, the first is {'zero' if one.isfinite().all() else 'not finite'}",
+    )
+    require_close(one, other, what, rtol=rtol, atol=1e-5 * float(one.abs().max()))
+
+
+def require_same_metrics(one: Mapping[str, float], other: Mapping[str, float], what: str) -> None:
+    """Fail unless two sets of metrics have the same names and values, up to rounding; ``what`` names the two."""
+    odd = sorted(one.keys() ^ other.keys())
+    require(not odd, f"{what} do not have the same names: {', '.join(odd)}")
+    for name, value in one.items():
+        pair = torch.tensor([value, other[name]], dtype=torch.float64)
+        alike = torch.allclose(pair[:1], pair[1:], rtol=1e-4, atol=1e-5, equal_nan=True)
+        require(alike, f"{what} differ: {name} is {value:.6g} and {other[name]:.6g}")
+
+
+def require_same_experience(one: Batch, other: Batch, what: str) -> None:
+    """Fail unless two batches are equal where their masks are true, up to rounding; ``what`` names the two."""
+    require(type(one) is type(other), f"{what} are a {type(one).__name__} and a {type(other).__name__}")
+    left, right = under_masks(one).flatten(), under_masks(other).flatten()
+    odd = sorted(left.keys() ^ right.keys())
+    require(not odd, f"{what} do not have the same fields: {', '.join(odd)}")
+    for name, value in left.items():
+        require_close(value, right[name], f"{what} ({name})", rtol=1e-4, atol=1e-5)
+
+
+def require_same_rows(one: Batch, other: Batch, what: str) -> None:
+    """Fail unless two batches hold the same rows equally often, up to rounding, in any order; ``what`` names the two.
+
+    Rows that weigh nothing are ignored.
+    """
+    require(type(one) is type(other), f"{what} are a {type(one).__name__} and a {type(other).__name__}")
+    one, other = weighted(one), weighted(other)
+    fields = under_masks(type(one).cat([one, other])).flatten()
+    table = torch.cat([column.double().reshape(len(column), -1) for column in fields.values()], dim=1)
+    same = torch.isclose(table.unsqueeze(1), table.unsqueeze(0), rtol=1e-4, atol=1e-5).all(-1)  # [rows, rows]
+    differ = same[:, : len(one)].sum(1) != same[:, len(one) :].sum(1)
+    wrong = [int(part.sum()) for part in (differ[: len(one)], differ[len(one) :])]
+    require(
+        wrong == [0, 0],
+        f"{what} do not hold the same rows: {wrong[0]} of {len(one)} are not among the others, or not as often, "
+        f"{wrong[1]} of {len(other)} not among the first, or not as often",
+    )
+
+
+def weighted(batch: Batch) -> Batch:
+    """Return the rows that count in the loss: those that only fill a batch up weigh nothing."""
+    rows = torch.arange(len(batch))
+    return batch.select(rows[[bool(batch.select(row.unsqueeze(0)).weight > 0) for row in rows]])
+
+
+def require_same_state(one: Any, other: Any, what: str) -> None:
+    """Fail unless two `state_dict`s are bit-equal; ``what`` names the two."""
+    left, right = dict(_leaves(one)), dict(_leaves(other))
+    differ = [key for key in left | right if key not in left or key not in right or not _equal(left[key], right[key])]
+    require(not differ, f"{what} differ in {', '.join(differ[:3])}{' and more' if len(differ) > 3 else ''}")
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping | list | tuple) and value:
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, item in items:
+            yield from _leaves(item, f"{path}.{key}".lstrip("."))
+    else:
+        yield path, value
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other or (one != one and other != other))
+
+
+def floats(metrics: Metrics) -> dict[str, float]:
+    """Return metrics as numbers, without times."""
+    return {name: metric.compute() for name, metric in metrics.items() if not name.startswith("time/")}
+
+
+# ---------------------------------------------------------------------------------------------------------- measuring
+
+
+def nudged(trainer: Any, size: float = 0.02) -> Any:
+    """Add small noise to the trainer's weights, so that the policy differs from the one that sampled; return it."""
+    draws = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in trainer.unwrapped.parameters():
+            if parameter.requires_grad:
+                noise = size * torch.randn(parameter.shape, generator=draws)
+                parameter += noise.to(parameter.device, parameter.dtype)
+    return trainer
+
+
+def flat_gradient(trainer: Any) -> Tensor:
+    """Return a flat copy of the gradient; parameters without one count as zero."""
+    trained = [p for p in trainer.unwrapped.parameters() if p.requires_grad]
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in trained]).clone()
+
+
+@torch.no_grad()
+def for_loss(trainer: Any, batch: Batch) -> Any:
+    """Return a batch of the store as `loss` gets it, if a step is one micro-batch: prepared, on the device."""
+    return trainer.prepare_step(batch).to(trainer.accelerator.device)
+
+
+def measured(trainer: Any, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+    """Return the flat gradient of the loss's mean over a whole batch, and the metrics, with the loss among them."""
+    trainer.optimizer.zero_grad()
+    loss, found = trainer.updater.measure(for_loss(trainer, batch))
+    loss.backward()
+    flat = flat_gradient(trainer)
+    trainer.optimizer.zero_grad()
+    return flat, floats(found)
+
+
+def gradient(trainer: Any, batch: Batch) -> Tensor:
+    """Return the flat gradient of the loss's mean over a whole batch; zero for parameters it does not reach."""
+    return measured(trainer, batch)[0]
+
+
+def stepped(trainer: Any, batch: Batch) -> tuple[Tensor, Metrics]:
+    """Make a step on ``batch``; return its flat gradient and its metrics. `judge` is not called."""
+    trainer.judge = lambda _: Verdict.STEP
+    seen: list[Tensor] = []
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # accelerate's wrapper is no torch optimizer
+    hook = optimizer.register_step_pre_hook(lambda *_: seen.append(flat_gradient(trainer)))
+    found: Metrics = trainer.update(batch)
+    hook.remove()
+    require(len(seen) == 1, f"update() made {len(seen)} optimizer steps on a batch")
+    return seen[0], found
+
+
+def unequal(batch: Batch) -> list[Tensor]:
+    """Return the row indices of two parts of a batch: the shortest three eighths, and the others."""
+    order = batch.lengths.argsort(stable=True).cpu()
+    return list(order.tensor_split([max(3 * len(batch) // 8, 1)]))
+
+
+def collected_from(bench: Bench, change: Callable[[Any], Any], **changes: Any) -> Any:
+    """Return a tiny trainer that applied ``change`` to its experience before `prepare_experience`."""
+    trainer = bench.trainer(**changes)
+    honest = trainer.prepare_experience
+    trainer.prepare_experience = lambda experience: honest(change(experience))
+    trainer.collect()
+    return trainer
+
+
+# --------------------------------------------------------------------------------------------- changing batches
+
+
+def aligned(batch: Any, change: Callable[[Tensor, Sequences], Tensor]) -> Any:
+    """Return the batch with ``change(tensor, its sequences)`` applied to every tensor [B, T, *] about tokens."""
+    if isinstance(batch, Sequences):
+        return batch.map(lambda x: change(x, batch))
+    own = batch.sequences if isinstance(batch, TokenBatch) else None
+    parts: dict[str, Any] = {}
+    for name, value in batch.parts().items():
+        if isinstance(value, Batch):
+            parts[name] = aligned(value, change)
+        else:
+            parts[name] = value if own is None or value.dim() < 2 else change(value, own)
+    return type(batch)(**parts)
+
+
+def sequences_in(batch: Batch) -> list[Sequences]:
+    """Return all sequences in a batch, the batch itself included."""
+    if isinstance(batch, Sequences):
+        return [batch]
+    return [found for part in batch.parts().values() if isinstance(part, Batch) for found in sequences_in(part)]
+
+
+def _like(mask: Tensor, x: Tensor) -> Tensor:
+    return mask.reshape(*mask.shape, *[1] * (x.dim() - 2)).expand_as(x)
+
+
+def _is_field(x: Tensor, sequences: Sequences) -> bool:
+    return any(x is part for part in sequences.parts().values())
+
+
+def with_garbage(batch: Any, seed: int = 0) -> Any:
+    """Return the batch with random ids where its attention mask is false, and NaN where its response mask is."""
+    draws = torch.Generator().manual_seed(seed)
+
+    def spoil(x: Tensor, sequences: Sequences) -> Tensor:
+        if x.dtype == torch.bool or (_is_field(x, sequences) and x is not sequences.input_ids):
+            return x
+        if x.is_floating_point():
+            return x.masked_fill(~_like(sequences.response_mask, x), torch.nan)
+        junk = torch.randint(0, 8, x.shape, generator=draws).to(x.device, x.dtype)
+        return torch.where(_like(sequences.attention_mask, x), x, junk)
+
+    return aligned(batch, spoil)
+
+
+def under_masks(batch: Any) -> Any:
+    """Return the batch with 0 where its masks are false, and no more columns than it needs."""
+
+    def clear(x: Tensor, sequences: Sequences) -> Tensor:
+        own = x.is_floating_point() and not _is_field(x, sequences)
+        mask = sequences.response_mask if own else sequences.attention_mask | sequences.response_mask
+        return x.masked_fill(~_like(mask, x), 0)
+
+    return aligned(batch.trim(), clear)
+
+
+def widened(batch: Batch, columns: int) -> Any:
+    """Return the batch with more columns of padding on the right."""
+    return aligned(batch, lambda x, _: F.pad(x, (0, 0) * (x.dim() - 2) + (0, columns)))
+
+
+def left_padded(batch: Any) -> Any:
+    """Return the batch with every row at the right end of its columns."""
+    return _rolled(batch, lambda mask: (mask * _columns(mask) + mask).amax(1, keepdim=True))
+
+
+def right_padded(batch: Any) -> Any:
+    """Return the batch with every row at the left end of its columns, and no more columns than it needs."""
+    return _rolled(batch, lambda mask: mask.int().argmax(1, keepdim=True)).trim()
+
+
+def _columns(mask: Tensor) -> Tensor:
+    return torch.arange(mask.size(1), device=mask.device)
+
+
+def _rolled(batch: Any, by: Callable[[Tensor], Tensor]) -> Any:
+    """Return the batch with every row rolled to the left by ``by(mask of real tokens [B, T])`` columns [B, 1]."""
+
+    def roll(x: Tensor, sequences: Sequences) -> Tensor:
+        mask = sequences.attention_mask | sequences.response_mask
+        places = (_columns(mask) + by(mask)) % mask.size(1)  # [B, T]: the column that each column is taken from
+        return x.gather(1, _like(places, x))
+
+    return aligned(batch, roll)
+
+
+# ----------------------------------------------------------------------------------------- how a loss uses the policy
+
+Ids = tuple[tuple[int, ...], tuple[int, ...]]
+"""Prompt and response of a row."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One call of the policy by a loss, and how the loss depends on its outputs."""
+
+    sequences: Sequences
+    slopes: Tensor | None
+    """The loss's derivative by the log-probability of each token [B, T], or by the score of each text [B]; None if it
+    uses neither."""
+
+    def rows(self) -> list[tuple[Ids, Tensor]]:
+        """Return each row's ids and credit: how much the loss increases the log-probability of each response token."""
+        mask = self.sequences.response_mask
+        read = self.slopes is not None and self.slopes.dim() == 2
+        slopes = self.slopes if read else torch.zeros(mask.shape, device=mask.device)
+        assert slopes is not None, "it is read"
+        return [(ids, -own[keep]) for ids, own, keep in zip(ids_of(self.sequences), slopes, mask, strict=True)]
+
+    def pulls(self) -> list[tuple[Ids, float]]:
+        """Return each row's ids, and how much the loss increases its log-probability or its score."""
+        if self.slopes is None or self.slopes.dim() == 2:
+            return [(ids, float(credit.sum())) for ids, credit in self.rows()]
+        return list(zip(ids_of(self.sequences), (-self.slopes).tolist(), strict=True))
+
+
+def ids_of(sequences: Sequences) -> list[Ids]:
+    """Return the prompt and response ids of each row."""
+    pairs = zip(sequences.queries, sequences.responses, strict=True)
+    return [(tuple(query.tolist()), tuple(response.tolist())) for query, response in pairs]
+
+
+def readings(trainer: Any, batch: Batch) -> list[Reading]:
+    """Return the calls of the policy by the loss on a whole batch."""
+    asked: list[tuple[Sequences, Tensor | None]] = []
+
+    def note(_: Any, positional: tuple[Any, ...], named: dict[str, Any], outputs: Any) -> None:
+        logprobs = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logprobs", None)
+        if logprobs is not None and logprobs.requires_grad:
+            logprobs.retain_grad()
+        asked.append((positional[0] if positional else named["sequences"], logprobs))
+
+    prepared = for_loss(trainer, batch)
+    handle = trainer.policy.register_forward_hook(note, with_kwargs=True)
+    try:
+        loss, _ = trainer.loss(prepared)
+    finally:
+        handle.remove()
+    require(asked, "the loss does not call trainer.policy")
+    loss.backward()
+    trainer.optimizer.zero_grad()
+    return [Reading(sequences, None if told is None else told.grad) for sequences, told in asked]
+
+
+def credits_of(trainer: Any, batch: Batch) -> dict[Ids, Tensor]:
+    """Return the credit of the response tokens of every row that the loss reads."""
+    found: dict[Ids, Tensor] = {}
+    for reading in readings(trainer, batch):
+        for ids, credit in reading.rows():
+            found[ids] = found.get(ids, 0) + credit
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------- parts of runs
+
+RUN: dict[str, Any] = {"train__eval_interval": 3, "train__save_interval": 3, "optimizer__kwargs": {"eps": 1e-4}}
+"""The run that two processes and one make. Adam divides a gradient by its size: with its usual ``eps`` of 1e-8, weights
+that cannot change the loss, such as the biases of attention's keys, would move by the rounding of their gradient, 0."""
+
+
+class Logged:
+    """An observer that keeps the logged metrics by step."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, dict[str, float]] = {}
+
+    @hookimpl
+    def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Keep the metrics."""
+        self.steps.setdefault(step, {}).update(metrics)
+
+
+def hashed(prompt: str, output: Any) -> int:
+    """Return a number below 2³² that follows from a prompt and a response, text or an image."""
+    content = output.encode() if isinstance(output, str) else output.cpu().numpy().tobytes()
+    return crc32(prompt.encode() + b"|" + content)
+
+
+def rewarding(values: Sequence[Any]) -> Callable[..., list[Any]]:
+    """Return a reward function that gives each response one of ``values``, by its text, not by the order of calls."""
+
+    def reward(prompts: list[str], outputs: Any = None, images: Any = None, **_: Any) -> list[Any]:
+        responses = images if outputs is None else outputs
+        return [values[hashed(*each) % len(values)] for each in zip(prompts, responses, strict=True)]
+
+    return reward
+
+
+@torch.no_grad()
+def push_away(model: torch.nn.Module, by: float) -> None:
+    """Add noise of the standard deviation ``by`` to all trained parameters."""
+    draws = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            noise = torch.randn(parameter.shape, generator=draws)
+            parameter.add_(by * noise.to(parameter.device, parameter.dtype))
