@@ -224,7 +224,7 @@ class ILQLTrainer(AccelerateRLTrainer[ILQLConfig]):
             DataError: the numbers of samples and rewards differ, or a sample or reward is not valid; names its index.
         """
         if max_length is not None:
-            self.limit = max_length if self.limit is None else min(self.limit, max_length)
+            self.text.limit = max_length if self.text.limit is None else min(self.text.limit, max_length)
         if rewards is not None:
             self.add_samples(rows, rewards)
             rows = self._samples()
