@@ -184,7 +184,7 @@ def test_a_command_of_trainkit_that_is_not_installed_says_what_to_install(
     result = call(name, "a")
     home = OWN[name][0]
     assert result.exit_code == 2
-    assert f"Error: The command '{name}' is in {home}, which is not installed: pip install {home}" in said(result)
+    assert f"Error: '{name}' is in {home}, which is not installed: pip install {home}" in said(result)
     assert f"Did you mean '{name}'" in said(call(f"{name}x"))
 
 
