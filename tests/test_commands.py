@@ -210,4 +210,4 @@ def test_the_list_says_of_trainkits_commands_what_their_help_begins_with() -> No
     every = typer.main.get_command(app).everything()  # type: ignore[attr-defined]
     helps = {name: " ".join(every[name].help.split()) for name in OWN}
     assert [name for name, (_, line) in OWN.items() if not helps[name].startswith(line.rstrip("."))] == []
-    assert {name for name, _ in OWN.values()} == {f"trainkit-{name.removeprefix('trainkit_')}" for name in WINGS}
+    assert {name.replace("-", "_") for name, _ in OWN.values()} <= WINGS
