@@ -164,7 +164,7 @@ $(ENGINES)/made: pyproject.toml constraints.txt .ci/engines.py $(addsuffix /pypr
 PROJECTS := pyproject.toml constraints.txt trainkit/__init__.py $(addsuffix /pyproject.toml,$(PLUGINS))
 $(VENV)/made-demo: $(PROJECTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --no-compile $(PINS) -e . -e plugins/sft -e plugins/ppo networkx
+	$(BIN)/python -m pip install --no-compile $(PINS) -e . -e plugins/sft -e plugins/ppo -e plugins/report networkx
 	touch $@
 
 $(VENV)/made: $(PROJECTS)

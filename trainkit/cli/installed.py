@@ -70,7 +70,7 @@ class WithInstalled(ExplainedErrors):
             name = args[0] if args else ""
             near = get_close_matches(name, sorted({*self.list_commands(ctx), *OWN}))
             if name in OWN:
-                error.message = f"{_missing(name)}."  # type: ignore[attr-defined]
+                error.message = _missing(name)  # type: ignore[attr-defined]
             elif near:
                 told, _, hint = error.message.partition(". ")  # type: ignore[attr-defined]
                 meant = ", ".join(map(repr, near))
@@ -131,4 +131,4 @@ def _made(command: Command) -> Any:
 
 
 def _missing(name: str) -> str:
-    return f"The command {name!r} is in {OWN[name][0]}, which is not installed: pip install {OWN[name][0]}"
+    return f"{name!r} is in {OWN[name][0]}, which is not installed: pip install {OWN[name][0]}"
