@@ -458,7 +458,7 @@ def test_a_plugin_of_the_group_that_all_kinds_had_is_told_what_to_write(install)
     for ask in (find_plugin, *ASKS.values(), lambda name: TRLConfig(method=name)):
         with pytest.raises(PluginError, match=re.escape(f"the plugin 'fake-older' cannot be used: {why}")):
             ask("fake-older")
-        with pytest.raises(TrainkitError, match=re.escape(f". {why}")) as caught:
+        with pytest.raises(TrainkitError, match=re.escape(f". fake-elder, fake-older: {why}")) as caught:
             ask("fake-oldest")
         assert str(caught.value).count("fake-old 0.9") == 1
     assert "fake_old" not in sys.modules

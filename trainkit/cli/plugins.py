@@ -84,26 +84,21 @@ def list_plugins(
 
 def require_sound(plugins: Iterable[PluginInfo]) -> None:
     """Raise a `PluginError` if a plugin cannot be used, unless it is disabled."""
-    if faults := _reasons(plugin for plugin in plugins if not plugin.disabled):
+    from trainkit.plugins.discovery import reasons
+
+    if faults := reasons(plugin for plugin in plugins if not plugin.disabled):
         raise PluginError(f"--strict-plugins, and not all plugins can be used: {'; '.join(faults)}")
-
-
-def _reasons(plugins: Iterable[PluginInfo]) -> list[str]:
-    """Return why plugins cannot be used, each reason once, after the names of those that it concerns."""
-    names: dict[str, list[str]] = {}
-    for plugin in plugins:
-        if plugin.why:
-            names.setdefault(plugin.why, []).append(plugin.name)
-    return [f"{', '.join(dict.fromkeys(whose))}: {why}" for why, whose in names.items()]
 
 
 def plugins_table(plugins: list[PluginInfo]) -> str:
     """Return a table with one line per plugin, followed by the reasons why some cannot be used."""
+    from trainkit.plugins.discovery import reasons
+
     columns = ("name", "kind", "distribution", "version")
     table = [columns, *(tuple(printable(getattr(plugin, column)) for column in columns) for plugin in plugins)]
     widths = [max(len(line[at]) for line in table) for at in range(len(columns))]
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
-    refused = [f"cannot be used: {printable(reason)}" for reason in _reasons(plugins)]
+    refused = [f"cannot be used: {printable(reason)}" for reason in reasons(plugins)]
     return "\n".join([*lines, *([""] if refused else []), *refused])
 
 

@@ -166,7 +166,16 @@ def _absence(
 
 def of_old_group() -> str:
     """Return what a message about an unknown name adds: which distributions have plugins of no kind, and why."""
-    return "".join(dict.fromkeys(f". {plugin.why}" for plugin in discover() if plugin.kind == UNKNOWN))
+    return "".join(f". {reason}" for reason in reasons(plugin for plugin in discover() if plugin.kind == UNKNOWN))
+
+
+def reasons(plugins: Iterable[PluginInfo]) -> list[str]:
+    """Return why plugins cannot be used, each reason once, after the names of those that it concerns."""
+    names: dict[str, list[str]] = {}
+    for plugin in plugins:
+        if plugin.why:
+            names.setdefault(plugin.why, []).append(plugin.name)
+    return [f"{', '.join(dict.fromkeys(whose))}: {why}" for why, whose in names.items()]
 
 
 def _refusal(name: str, found: Sequence[PluginInfo]) -> PluginError | RegistryError:

@@ -284,9 +284,8 @@ def commit(building: Path, step: int, keep: int) -> Path:
     files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(building.iterdir())}
     from trainkit import __version__
 
-    named = ("torch", "transformers", "accelerate", "safetensors")
-    libraries = {"trainkit": __version__, **{name: version(name) for name in named}}
-    manifest = {"schema": SCHEMA, "step": step, "libraries": libraries, "files": files}
+    libraries = {name: version(name) for name in ("torch", "transformers", "accelerate", "safetensors")}
+    manifest = {"schema": SCHEMA, "step": step, "libraries": {"trainkit": __version__, **libraries}, "files": files}
     manifest["sha256"] = _manifest_sha256(manifest)
     (building / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     for path in [*building.iterdir(), building]:

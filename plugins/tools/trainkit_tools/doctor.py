@@ -155,9 +155,9 @@ def _plugins() -> dict[str, str]:
 
 
 def _checks(free: int) -> dict[str, str]:
-    from trainkit.plugins import discover
+    from trainkit.plugins.discovery import discover, reasons
 
-    broken = [f"{plugin.name}: {plugin.why}" for plugin in discover() if plugin.why and not plugin.disabled]
+    broken = reasons(plugin for plugin in discover() if not plugin.disabled)
     cache = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     return {
         "plugins can be used": "; ".join(broken),
