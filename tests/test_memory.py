@@ -54,7 +54,7 @@ def garbage() -> Iterator[None]:
 def gradient(trainer: Any, batch: Any) -> Tensor:
     """The gradient of a step, as the loop computes it."""
     trainer._gradient(batch, batch.weight)
-    return flat_gradient(trainer)
+    return flat_gradient(trainer.unwrapped)
 
 
 def kept(trainer: Any, batch: Any) -> int:
