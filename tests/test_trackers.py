@@ -18,7 +18,6 @@ import rich.console
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from hypothesis import given
 from hypothesis import strategies as st
-from trainkit.runs.report import report
 from transformers.utils import logging as transformers_logging
 
 from tables import table
@@ -30,6 +29,7 @@ from trainkit.runs.console import Console, clock, count, excerpt, number
 from trainkit.runs.journal import is_recorded
 from trainkit.runs.trackers import AccelerateTracker, flatten
 from trainkit.testing.trainers import tiny_trainer
+from trainkit_report.report import report
 
 EVIL = "\x1b[31mred\x1b]0;title\x07 [bold]x[/bold]\n\r\x9b2J\u202e"
 

@@ -32,7 +32,8 @@ class CrossReferences(griffe.Extension):
         loader.resolve_aliases(implicit=True, external=False)
         for module in [*reference.MODULES[1:], "trainkit"]:
             for name in reference.exported(module):
-                if module == "trainkit" and reference.listed_elsewhere(name):
+                unloaded = module.partition(".")[0] not in pkg.modules_collection
+                if unloaded or (module == "trainkit" and reference.listed_elsewhere(name)):
                     continue
                 found = pkg.modules_collection[f"{module}.{name}"]
                 if found.has_docstring:

@@ -28,6 +28,7 @@ from trainkit_kit.checks.tools import (
     Ids,
     Logged,
     credits_of,
+    flat_gradient,
     for_loss,
     gradient,
     hashed,
@@ -308,8 +309,7 @@ def _gradient_by_policy(trainer: Any, batch: Batch) -> Tensor:
 
 def _taken(trainer: Any) -> Tensor:
     """Return the flat gradient of the language model, and reset it."""
-    trained = [p for p in trainer.unwrapped.model.parameters() if p.requires_grad]
-    flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in trained])
+    flat = flat_gradient(trainer.unwrapped.model)
     trainer.optimizer.zero_grad()
     return flat
 

@@ -191,14 +191,14 @@ def _rate(what: str) -> Measure:
         batch = trainer.store.experience
         sequences = Sequences.cat(sequences_in(batch)).to(trainer.accelerator.device)
         trainer.loss(for_loss(trainer, batch))[0].backward()
-        step = -flat_gradient(trainer)
+        step = -flat_gradient(trainer.unwrapped)
         trainer.optimizer.zero_grad()
         extra = {"reference": trainer.reference} if what == "divergence" else {"entropy": what == "entropy"}
         outputs = trainer.policy(sequences, **extra)
         name = "logprobs" if what == "likelihood" else what
         values = outputs.head[name] if name in outputs.head else getattr(outputs, name)
         masked_mean(values, sequences.response_mask).backward()
-        along: Tensor = flat_gradient(trainer) @ step
+        along: Tensor = flat_gradient(trainer.unwrapped) @ step
         trainer.optimizer.zero_grad()
         return along
 

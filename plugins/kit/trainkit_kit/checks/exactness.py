@@ -72,7 +72,7 @@ def accumulation(bench: Bench) -> None:
     for part in map(prepared.select, unequal(prepared)):
         share = part.weight / prepared.weight
         (trainer.loss(part.to(trainer.accelerator.device))[0] * share.to(trainer.accelerator.device)).backward()
-    found = flat_gradient(trainer)
+    found = flat_gradient(trainer.unwrapped)
     require_same_gradient(whole, found, "gradients of a whole step and of two parts of it, weighted by batch.weight")
 
 

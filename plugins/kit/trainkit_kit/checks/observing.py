@@ -23,6 +23,7 @@ from trainkit_kit.checks.traces import (
     into_next_collection,
     metric_lines,
     printed,
+    require_resumes,
     require_same_lines,
     seeded_generators,
 )
@@ -274,13 +275,7 @@ def observer_resumes(bench: Bench) -> None:
 
     An observer that fails on the files of the run's earlier part, or overwrites them, breaks every restart.
     """
-    straight = bench.learnt(**BUSY)
-    place = bench.place()
-    bench.learnt(place, **BUSY, train__total_steps=4)
-    resumed = bench.learnt(place, **BUSY, train__resume="auto")
-    require_same_weights(weights(straight), weights(resumed), "the weights of a resumed and of an uninterrupted run")
-    lines = [metric_lines(each.run_dir, training=True) for each in (straight, resumed)]
-    require_same_lines(lines[0], lines[1], "a resumed and an uninterrupted run")
+    require_resumes(bench, 4, **BUSY)
 
 
 @check(kind="observer")

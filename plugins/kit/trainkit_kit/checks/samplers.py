@@ -11,8 +11,8 @@ from trainkit.data import Rollouts, Sequences
 from trainkit.rollouts import decode
 from trainkit.testing.trainers import PROMPTS
 from trainkit_kit.checking import check
-from trainkit_kit.checks.tools import require_close, require_same_weights, weights
-from trainkit_kit.checks.traces import metric_lines, require_same_lines, seeded_generators
+from trainkit_kit.checks.tools import require_close
+from trainkit_kit.checks.traces import require_resumes, seeded_generators
 from trainkit_kit.failures import require
 from trainkit_kit.subjects import Bench
 
@@ -225,10 +225,4 @@ def sampler_resumes(bench: Bench) -> None:
 
     A sampler with a state of its own is reset by every restart.
     """
-    changes: dict[str, Any] = {"train__save_interval": 1, "train__batch_size": 6}
-    straight, place = bench.learnt(**changes), bench.place()
-    bench.learnt(place, **changes, train__total_steps=2)
-    resumed = bench.learnt(place, **changes, train__resume="auto")
-    require_same_weights(weights(straight), weights(resumed), "the weights of a resumed and of an uninterrupted run")
-    lines = [metric_lines(each.run_dir, training=True) for each in (straight, resumed)]
-    require_same_lines(lines[0], lines[1], "a resumed and an uninterrupted run")
+    require_resumes(bench, 2, train__save_interval=1, train__batch_size=6)

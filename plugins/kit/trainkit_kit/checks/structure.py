@@ -29,6 +29,7 @@ from trainkit_kit.checks.tools import (
     nudged,
     readings,
     require_close,
+    summed,
 )
 from trainkit_kit.failures import require
 from trainkit_kit.subjects import Bench, Subject
@@ -207,11 +208,7 @@ def _require_margins_pull(bench: Bench) -> None:
 
 def _pull(read: list[Reading]) -> dict[Ids, float]:
     """Return how much the loss raises the log-probability, or the score, of each row."""
-    found: dict[Ids, float] = {}
-    for reading in read:
-        for ids, pull in reading.pulls():
-            found[ids] = found.get(ids, 0.0) + pull
-    return found
+    return summed(pair for reading in read for pair in reading.pulls())
 
 
 def has_labels(subject: Subject) -> bool:
@@ -313,10 +310,6 @@ def declared(part: str) -> Callable[[Subject], bool]:
     return lambda subject: bool(structures(subject, part))
 
 
-def _declared(bench: Bench, part: str) -> list[Structure]:
-    return structures(bench.subject, part)
-
-
 def clips(subject: Subject) -> bool:
     """Return whether a subject declares a clipped surrogate."""
     return any(each.surrogate != "none" for each in structures(subject, "surrogate"))
@@ -329,7 +322,7 @@ def own_score_left_out(bench: Bench) -> None:
     A baseline that includes the own score scales every advantage by (k − 1)/k: the direction stays right, and the size
     of a step depends on k.
     """
-    for structure in _declared(bench, "baseline"):
+    for structure in structures(bench.subject, "baseline"):
         rises: dict[int, float] = {}
         for size in SIZES:
             # with one token, it makes no difference what the loss divides a response by
@@ -402,7 +395,7 @@ def surrogate_is_pessimistic(bench: Bench) -> None:
     gradient must bring it back: max(−Aρ, −A clip(ρ)). A surrogate that is only clipped, a ratio of the policy to
     itself, and a range that is not used all train in the first step on a collection, where ρ is 1, as they should.
     """
-    for structure in _declared(bench, "surrogate"):
+    for structure in structures(bench.subject, "surrogate"):
         if structure.surrogate == "none":
             continue
         trainer = bench.collected(
@@ -480,7 +473,7 @@ def whitened_once(bench: Bench) -> None:
 
     Whitening over a minibatch, over rows, or not at all changes the size of every step.
     """
-    for structure in _declared(bench, "whitened"):
+    for structure in structures(bench.subject, "whitened"):
         batch = bench.collected(arguments={"reward_fn": fractions}, **structure.under).store.experience
         for name in structure.whitened or ():
             values = getattr(batch, name)
@@ -499,7 +492,7 @@ def fields_keep_the_scale_of_scores(bench: Bench) -> None:
 
     Returns that are whitened, like advantages, are targets in another unit than the critic's values.
     """
-    for structure in _declared(bench, "unscaled"):
+    for structure in structures(bench.subject, "unscaled"):
         trainers = [
             bench.collected(arguments={"reward_fn": scaled(1, shift)}, **structure.under) for shift in (0.0, 3.0)
         ]
@@ -518,7 +511,7 @@ def kl_penalty_counts_where_declared(bench: Bench) -> None:
     A penalty that counts from the next token on, that all tokens of a response pay although only later ones should, or
     that the baseline lacks, is a penalty still, and lowers the divergence.
     """
-    for structure in _declared(bench, "kl"):
+    for structure in structures(bench.subject, "kl"):
         require("kl_coef" in bench.subject.method_fields, "the structure declares kl, and there is no setting kl_coef")
         grouped = bool(bench.subject.trainer_class.group)
         settings = {**(sized(bench, 3) if grouped else {}), **structure.under}

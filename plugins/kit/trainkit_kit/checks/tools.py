@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainkit.data import Batch, Sequences, TokenBatch
 from trainkit.metrics import Metrics
@@ -141,9 +141,9 @@ def nudged(trainer: Any, size: float = 0.02) -> Any:
     return trainer
 
 
-def flat_gradient(trainer: Any) -> Tensor:
+def flat_gradient(model: nn.Module) -> Tensor:
     """Return a flat copy of the gradient; parameters without one count as zero."""
-    trained = [p for p in trainer.unwrapped.parameters() if p.requires_grad]
+    trained = [p for p in model.parameters() if p.requires_grad]
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in trained]).clone()
 
 
@@ -158,7 +158,7 @@ def measured(trainer: Any, batch: Batch) -> tuple[Tensor, dict[str, float]]:
     trainer.optimizer.zero_grad()
     loss, found = trainer.updater.measure(for_loss(trainer, batch))
     loss.backward()
-    flat = flat_gradient(trainer)
+    flat = flat_gradient(trainer.unwrapped)
     trainer.optimizer.zero_grad()
     return flat, floats(found)
 
@@ -173,7 +173,7 @@ def stepped(trainer: Any, batch: Batch) -> tuple[Tensor, Metrics]:
     trainer.judge = lambda _: Verdict.STEP
     seen: list[Tensor] = []
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # accelerate's wrapper is no torch optimizer
-    hook = optimizer.register_step_pre_hook(lambda *_: seen.append(flat_gradient(trainer)))
+    hook = optimizer.register_step_pre_hook(lambda *_: seen.append(flat_gradient(trainer.unwrapped)))
     found: Metrics = trainer.update(batch)
     hook.remove()
     require(len(seen) == 1, f"update() made {len(seen)} optimizer steps on a batch")
@@ -343,10 +343,14 @@ def readings(trainer: Any, batch: Batch) -> list[Reading]:
 
 def credits_of(trainer: Any, batch: Batch) -> dict[Ids, Tensor]:
     """Return the credit of the response tokens of every row that the loss reads."""
-    found: dict[Ids, Tensor] = {}
-    for reading in readings(trainer, batch):
-        for ids, credit in reading.rows():
-            found[ids] = found.get(ids, 0) + credit
+    return summed(pair for reading in readings(trainer, batch) for pair in reading.rows())
+
+
+def summed(pairs: Iterable[tuple[Ids, Any]]) -> dict[Ids, Any]:
+    """Return the sum for each row: a loss may read a row more than once."""
+    found: dict[Ids, Any] = {}
+    for ids, number in pairs:
+        found[ids] = found.get(ids, 0) + number
     return found
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.plugins import hookimpl
+from trainkit_kit.checks.tools import require_same_weights, weights
 from trainkit_kit.failures import require
 from trainkit_kit.subjects import Bench
 
@@ -45,6 +46,16 @@ def require_same_lines(one: list[dict[str, Any]], other: list[dict[str, Any]], w
     for here, there in zip(one, other, strict=True):
         differ = sorted(name for name in {*here, *there} if repr(here.get(name)) != repr(there.get(name)))
         require(not differ, f"{what} differ at step {here['step']} in {', '.join(differ[:3])}")
+
+
+def require_resumes(bench: Bench, after: int, **changes: Any) -> None:
+    """Fail unless a run that is stopped and resumed after a step ends bit-equal to one that never stopped."""
+    straight, place = bench.learnt(**changes), bench.place()
+    bench.learnt(place, **changes, train__total_steps=after)
+    resumed = bench.learnt(place, **changes, train__resume="auto")
+    require_same_weights(weights(straight), weights(resumed), "the weights of a resumed and of an uninterrupted run")
+    lines = [metric_lines(each.run_dir, training=True) for each in (straight, resumed)]
+    require_same_lines(lines[0], lines[1], "a resumed and an uninterrupted run")
 
 
 def optimizer_memory(trainer: Any) -> list[Tensor]:
