@@ -19,6 +19,7 @@ import trainkit
 from tables import table
 from trainkit.cli import app
 from trainkit.errors import ConfigError, DataError, RewardError
+from trainkit.testing import character_tokenizer
 from trainkit.testing.trainers import LETTERS, Letters, count_first_letters, tiny_trainer
 from trainkit_kit.checks.traces import metric_lines, require_same_lines
 
@@ -32,12 +33,13 @@ def rank(outputs: list[str], **_: Any) -> list[float]:
 
 def uniform(run_dir: Path, **changes: Any) -> Any:
     """Return a trainer whose model gives equal probabilities to the eight letters, and responds with one of them."""
+    tokenizer = character_tokenizer(LETTERS)
+    mask = torch.zeros(len(tokenizer), dtype=torch.bool)
+    mask[tokenizer.convert_tokens_to_ids(list(LETTERS))] = True
+    arguments = {"reward_fn": rank, "logit_mask": mask}
     trainer = tiny_trainer(
-        "ppo", run_dir, arguments={"reward_fn": rank}, rollout__max_new_tokens=1, rollout__batch_size=500, **changes
+        "ppo", run_dir, arguments=arguments, rollout__max_new_tokens=1, rollout__batch_size=500, **changes
     )
-    ids = trainer.tokenizer.convert_tokens_to_ids(list(LETTERS))
-    trainer.logit_mask = torch.zeros(trainer.model_config.vocab_size, dtype=torch.bool)
-    trainer.logit_mask[ids] = True
     with torch.no_grad():
         for weight in trainer.unwrapped.model.parameters():
             weight.zero_()

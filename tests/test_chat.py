@@ -406,7 +406,7 @@ def test_runs_and_checks_count_what_is_not_rendered(tmp_path: Path, caplog: pyte
         assert f"! 2 rows {told.format('reasoning_content', 's', '1, 2')}" in report
         assert f"! 1 row {told.format('tools', '', '2')}" in report
     trainer = tiny_trainer("sft", tmp_path / "run")
-    trainer.tokenizer = family("plain")
+    trainer.text.tokenizer = family("plain")
     trainer.add_samples(rows)
     assert "does not render everything that the samples say (reasoning_content of 2, tools of 1)" in caplog.text
 

@@ -53,13 +53,8 @@ def garbage() -> Iterator[None]:
 
 def gradient(trainer: Any, batch: Any) -> Tensor:
     """The gradient of a step, as the loop computes it."""
-<<<<<<< HEAD
     trainer.updater._gradient(batch, batch.weight)
-    return flat_gradient(trainer)
-=======
-    trainer._gradient(batch, batch.weight)
     return flat_gradient(trainer.unwrapped)
->>>>>>> part4
 
 
 def kept(trainer: Any, batch: Any) -> int:

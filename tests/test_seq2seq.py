@@ -455,11 +455,11 @@ def trainer_with(tokenizer: PreTrainedTokenizerFast, fields: dict[str, Any], **c
 def test_prompts_are_as_the_tokenizer_makes_them_for_an_encoder_alone() -> None:
     """X1.11: T5's end with EOS, BART's begin with BOS too; a causal model goes on from the text."""
     end, bos = V - 2, V
-    assert trainer_with(ending_tokenizer(), tiny_t5(V)).encode("ab") == [0, 1, end]
-    assert trainer_with(ending_tokenizer(), tiny_t5(V)).encode("ab" + EOS) == [0, 1, end], "once"
-    assert trainer_with(ending_tokenizer(), tiny_gpt2(V)).encode("ab") == [0, 1]
-    assert trainer_with(ending_tokenizer(bos_token="<bos>"), tiny_bart(V + 1)).encode("ab") == [bos, 0, 1, end]
-    assert trainer_with(character_tokenizer(LETTERS), tiny_t5(V)).encode("ab") == [0, 1]
+    assert trainer_with(ending_tokenizer(), tiny_t5(V)).text.encode("ab") == [0, 1, end]
+    assert trainer_with(ending_tokenizer(), tiny_t5(V)).text.encode("ab" + EOS) == [0, 1, end], "once"
+    assert trainer_with(ending_tokenizer(), tiny_gpt2(V)).text.encode("ab") == [0, 1]
+    assert trainer_with(ending_tokenizer(bos_token="<bos>"), tiny_bart(V + 1)).text.encode("ab") == [bos, 0, 1, end]
+    assert trainer_with(character_tokenizer(LETTERS), tiny_t5(V)).text.encode("ab") == [0, 1]
 
 
 def test_a_sample_is_a_prompt_for_the_encoder_and_an_output_with_one_eos() -> None:

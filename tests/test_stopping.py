@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from itertools import product
@@ -225,8 +226,10 @@ class Records:
     """Makes a trainer record a metric in a method that training and evaluations call."""
 
     def __init__(self, trainer: Any, method: str) -> None:
-        self.honest, self.trainer, self.calls = getattr(trainer, method), trainer, 0
-        setattr(trainer, method, self)
+        *path, name = method.split(".")
+        holder = functools.reduce(getattr, path, trainer)
+        self.honest, self.trainer, self.calls = getattr(holder, name), trainer, 0
+        setattr(holder, name, self)
 
     def __call__(self, *arguments: Any) -> Any:
         self.calls += 1
@@ -265,7 +268,7 @@ def test_evaluating_by_hand_keeps_what_training_has_recorded_and_adds_nothing(tm
 def test_generating_by_hand_records_nothing(tmp_path: Path) -> None:
     trainer = tiny_trainer("ppo", tmp_path)
     trainer.__dict__["sampler"] = trainer.core_sampler()
-    Records(trainer, "sampler")
+    Records(trainer, "sampling.sampler")
     trainer.generate(["a", "bc"])
     trainer.evaluate()
     assert trainer.recorder.pending == {}

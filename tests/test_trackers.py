@@ -49,7 +49,7 @@ def stub_trainer(**more: Any) -> Any:
     return SimpleNamespace(
         config=config,
         learning=True,
-        unit="tokens",
+        updater=SimpleNamespace(unit="tokens"),
         total_steps=10,
         done=False,
         run_dir=Path("runs/toy"),

@@ -160,7 +160,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
         """What makes the optimizer steps."""
         self.learning = False
         """Whether `learn` makes the steps of the run, rather than a loop of the caller's own."""
-        self.health = self._make_health()
+        self.health = Health(half_precision=precision != "no")
         """What watches the metrics."""
         self._before: tuple[Progress, bool] | None = None
         """The progress before the minibatch or collection at hand, and whether the store was empty; None if none is."""
@@ -221,9 +221,6 @@ class PreparedTrainer(BaseRLTrainer[M]):
         if type(self)._load_reference is PreparedTrainer._load_reference:
             raise ConfigError(f"{given}, and {name!r} can only compare with the start of its model; remove it")
         return chosen
-
-    def _make_health(self) -> Health:
-        return Health(half_precision=self.accelerator.mixed_precision != "no")
 
     def _check_collecting(self) -> None:
         """Raise a `ConfigError` if engine, staleness or correction are set; only language models are sampled so."""

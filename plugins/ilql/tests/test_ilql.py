@@ -290,15 +290,13 @@ def test_no_transition_that_the_mask_forbids_is_taken(prompts: list[str], top_k:
     """X7.16, S-42: also for a single prompt, and without top_k. Letters go round, a after h, and nothing else."""
     mask = torch.zeros(10, 10, dtype=torch.bool)
     mask[torch.arange(10), (torch.arange(10) + 1) % 8] = True
-    trainer = settled(tiny_trainer("ilql", tmp_path))
-    trainer.logit_mask = mask
+    trainer = settled(tiny_trainer("ilql", tmp_path, arguments={"logit_mask": mask}))
     outputs = trainer.generate(prompts, beta=100.0, top_k=top_k, max_new_tokens=9).outputs
     assert outputs == [("bcdefghab", "cdefghabc")[i] for i in range(len(prompts))]
 
 
 def test_a_mask_for_all_states_holds_too(tmp_path: Path) -> None:
-    trainer = settled(tiny_trainer("ilql", tmp_path))
-    trainer.logit_mask = torch.arange(10) < 2
+    trainer = settled(tiny_trainer("ilql", tmp_path, arguments={"logit_mask": torch.arange(10) < 2}))
     assert set("".join(trainer.generate(list(PROMPTS), beta=100.0).outputs)) <= {"a", "b"}
 
 
@@ -445,8 +443,8 @@ def test_an_encoder_decoder_reads_values_where_its_decoder_chooses(make: Any, tm
 @pytest.mark.parametrize("make", [tiny_t5, tiny_bart])
 def test_an_encoder_decoder_is_steered_by_its_decoders_states(make: Any, tmp_path: Path) -> None:
     """X7.19: the budget is that of new tokens, whatever the prompt's; the mask holds; a run by generate is alike."""
-    trainer = settled(tiny_trainer("ilql", tmp_path, model=make(10)))
-    trainer.logit_mask = torch.arange(10) < 8
+    mask = torch.arange(10) < 8
+    trainer = settled(tiny_trainer("ilql", tmp_path, model=make(10), arguments={"logit_mask": mask}))
     rollouts = trainer.generate(["ab", "cdefgh"], beta=1e6, temperature=0, max_new_tokens=5)
     model, heads = trainer.unwrapped.model, trainer.unwrapped.head
     for query, response in zip(rollouts.queries, rollouts.responses, strict=True):

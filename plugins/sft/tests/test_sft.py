@@ -40,7 +40,7 @@ def test_loss_equals_the_cross_entropy_of_output_tokens(tmp_path: Path) -> None:
 def test_prompts_are_read_and_outputs_with_eos_are_trained(tmp_path: Path) -> None:
     tokenizer = character_tokenizer("abc")
     trainer = tiny_trainer("sft", tmp_path)
-    trainer.tokenizer = tokenizer
+    trainer.text.tokenizer = tokenizer
     trainer.add_samples([("ab", "cc"), "abc"])
     rows = trainer.pipeline.rows
     batch = trainer.make_experience(list(rows))
@@ -313,6 +313,6 @@ def test_encoder_decoders_are_told_what_they_cannot_do(changes: dict[str, Any], 
 
 def test_packing_without_a_length_is_refused(tmp_path: Path) -> None:
     trainer = run(tmp_path)
-    trainer.limit = None
+    trainer.text.limit = None
     with pytest.raises(ConfigError, match=re.escape("fills rows of train.seq_length tokens")):
         trainer.add_samples(SAMPLES)
