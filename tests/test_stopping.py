@@ -267,7 +267,7 @@ def test_evaluating_by_hand_keeps_what_training_has_recorded_and_adds_nothing(tm
 
 def test_generating_by_hand_records_nothing(tmp_path: Path) -> None:
     trainer = tiny_trainer("ppo", tmp_path)
-    trainer.__dict__["sampler"] = trainer.core_sampler()
+    trainer.sampling.__dict__["sampler"] = trainer.core_sampler()
     Records(trainer, "sampling.sampler")
     trainer.generate(["a", "bc"])
     trainer.evaluate()
