@@ -19,7 +19,7 @@ from trainkit.config import SamplingConfig
 from trainkit.data import Sequences
 from trainkit.models import make_policy
 from trainkit.models.backend import use_fast_exact_matmul, use_right_attention
-from trainkit.rollouts import CausalSampler, decoding
+from trainkit.rollouts import CausalSampler
 from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_llama
 from trainkit.testing.conformance import check_plugin
 from trainkit.testing.trainers import on_cpu, tiny_trainer
@@ -55,28 +55,6 @@ def test_greedy_responses_are_those_of_the_cpu(name: str, tmp_path: Path) -> Non
     with on_cpu():
         alone = tiny_trainer(name, tmp_path / "cpu").generate(["ab", "cde"], temperature=0.0)
     assert torch.equal(alone.sequences.input_ids, found.sequences.input_ids.cpu())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("fields", [tiny_gpt2, tiny_llama])
-def test_steps_from_a_tape_draw_the_tokens_of_the_model(fields: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs have graphs, so they are not among `decoding.TAPED`; steps from a tape would be right there, too."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    monkeypatch.setattr(decoding, "TAPED", {"cuda"})
-    monkeypatch.setattr(decoding, "GRAPHED", set())
-    tokenizer = character_tokenizer("abcdefgh")
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(**fields(len(tokenizer)), initializer_range=0.3)
-    model = AutoModelForCausalLM.from_config(config).eval().cuda()
-    queries, settings = [[1], [2, 3, 4], [5, 6], [1]] * 3, SamplingConfig(max_new_tokens=40)
-    taped, alone = CausalSampler(model, tokenizer), CausalSampler(model, tokenizer)
-    alone.decoder.taped = {False: False, True: False}  # type: ignore[attr-defined]
-    for _ in range(2):
-        found, expected = (each.generate(queries, settings, list(range(12))) for each in (taped, alone))
-        assert found.ids == expected.ids
-        assert torch.equal(found.logprobs, expected.logprobs)  # type: ignore[arg-type]
-    assert taped.decoder.taped[True]  # type: ignore[attr-defined]
 
 
 @pytest.fixture
