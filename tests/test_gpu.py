@@ -23,6 +23,7 @@ from trainkit.rollouts import CausalSampler
 from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_llama
 from trainkit.testing.conformance import check_plugin
 from trainkit.testing.trainers import on_cpu, tiny_trainer
+from trainkit.trainer import offloading
 from trainkit.trainer.sharding import FSDP2
 
 TRAINERS = trainkit.available_trainers()
@@ -55,6 +56,21 @@ def test_greedy_responses_are_those_of_the_cpu(name: str, tmp_path: Path) -> Non
     with on_cpu():
         alone = tiny_trainer(name, tmp_path / "cpu").generate(["ab", "cde"], temperature=0.0)
     assert torch.equal(alone.sequences.input_ids, found.sequences.input_ids.cpu())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+def test_the_reference_is_on_the_cpu_between_its_passes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tiny_trainer(name, tmp_path / "kept")
+    kept.learn()
+    monkeypatch.setattr(offloading, "SMALLEST", 1)
+    moved = tiny_trainer(name, tmp_path / "moved")
+    moved.learn()
+    assert {p.device.type for p in moved._prepared[2].policy.parameters()} == {"cpu"}
+    assert {p.device.type for p in moved.reference.policy.parameters()} == {"cuda"}
+    assert all(torch.equal(weights(moved)[key], tensor) for key, tensor in weights(kept).items())
 
 
 @pytest.fixture

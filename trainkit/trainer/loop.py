@@ -32,7 +32,7 @@ from trainkit.rollouts import name_of
 from trainkit.runs import hub, run, saving
 from trainkit.runs.stopping import Interrupted
 from trainkit.seeding import generator, global_rng
-from trainkit.trainer import optim, parking
+from trainkit.trainer import offloading, optim
 from trainkit.trainer.base import BaseRLTrainer, Verdict
 from trainkit.trainer.collecting import Collection
 from trainkit.trainer.evaluation import evaluate, evaluate_if
@@ -372,7 +372,7 @@ class AcceleratedLoop(TrainerInputs[M]):
         """
         self._collection.ordered = True
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
-        steps = parking.steps_at_a_time(self)
+        steps = offloading.steps_at_a_time(self)
         parts = self._order(0, self.collection_rows).split(steps * self.config.train.batch_size)
         for number, rows in enumerate(parts):
             self.store.promise(len(rows) // world, partial(self._made_for, number * steps, rows[rank::world].tolist()))
@@ -391,7 +391,7 @@ class AcceleratedLoop(TrainerInputs[M]):
                 size = self.config.rollout.batch_size
                 parts = [self._made(rows[start : start + size]).to("cpu") for start in range(0, len(rows), size)]
             self.collected_rows = 0
-            parking.park(self)
+            offloading.offload_reference(self)
         made = type(parts[0]).cat(parts)
         if self._in_steps:
             self._time("time/collect", started)

@@ -48,7 +48,7 @@ from trainkit.runs.processes import on_main
 from trainkit.runs.record import first_start
 from trainkit.runs.stopping import Stop
 from trainkit.seeding import Seen, global_rng
-from trainkit.trainer import optim, parking
+from trainkit.trainer import offloading, optim
 from trainkit.trainer.base import BaseRLTrainer
 from trainkit.trainer.collecting import Ahead, Collection
 from trainkit.trainer.launch import default_precision, make_accelerator
@@ -165,8 +165,6 @@ class PreparedTrainer(BaseRLTrainer[M]):
         """Further models of the run, frozen: a chosen reference, and those of `AccelerateRLTrainer.frozen`."""
         self.collected_rows = 0
         """The rows of the collection at hand in this process, while experience is made of samples; or else 0."""
-        self.parked: list[Tensor] | None = None
-        """The reference's weights as views of a file, after they have left memory; empty if they cannot."""
         self.recorded_trunk: bool | None = None
         """Whether the run that is being resumed keeps the output of frozen layers; None if none is."""
         self._recorded_frozen: list[str] | None = None
@@ -230,8 +228,8 @@ class PreparedTrainer(BaseRLTrainer[M]):
         """Whether `make_experience` runs the reference and no other model, and nothing else asks the reference.
 
         Experience of a dataset is then made when the first pass comes to its rows, with weights that have moved, unless
-        `prepare_experience` is overridden. In between the weights of the reference leave memory; whoever asks for it
-        gets it nevertheless.
+        `prepare_experience` is overridden. On an accelerator, the weights of the reference are moved to the CPU in
+        between; later reads move them back.
         """
         return False
 
@@ -450,7 +448,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
         reference = self._prepared[2]
         if reference is None:
             raise AttributeError(f"{type(self).__name__} keeps no reference; set needs_reference = True in the class")
-        parking.back(reference, self.accelerator.device)
+        offloading.reload_reference(reference, self.accelerator.device)
         return reference
 
     @cached_property
