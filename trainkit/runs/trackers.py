@@ -297,17 +297,6 @@ class Mlflow(AccelerateTracker):
         super().store_config({name: value for name, value in config.items() if name not in known}, run_dir)
         self.store(run_dir / "config.yaml", "config")
 
-    def show_table(self, columns: Columns, step: int) -> None:
-        """Store samples as an artifact that ``mlflow.load_table`` reads, and name the newest one as the run's table.
-
-        `mlflow.log_table` is not used: it reads all earlier rows again to append to them.
-        """
-        import mlflow
-
-        file = f"eval/samples/step_{step:08}.json"
-        mlflow.log_dict({"columns": list(columns), "data": _rows(columns)}, file)
-        mlflow.set_tag("mlflow.loggedArtifacts", json.dumps([{"path": file, "type": "table"}]))
-
     def store(self, path: Path, kind: str) -> None:
         """Log an artifact."""
         if path.is_dir():
