@@ -99,6 +99,22 @@ def test_the_choice_is_the_same_every_time_and_draws_nothing() -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
+@table("own", ["highest", "medium"])
+def test_threads_that_run_models_at_the_same_time_have_one_library(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention of one would change it for the products of the other; a precision that the user has set stays."""
+    monkeypatch.setattr(backend, "_set_here", False)
+    monkeypatch.setattr(backend, "_medium_is_exact", lambda: True)
+    torch.set_float32_matmul_precision(own)
+    assert use_fast_exact_matmul(CPU)
+    assert not use_fast_exact_matmul(CPU, one_library=True)
+    assert torch.get_float32_matmul_precision() == own
+    by_default_library(attend, *torch.ones(3, 1, 1, 4, 8).unbind())
+    assert seen[-1] == own
+    assert use_fast_exact_matmul(CPU)
+    by_default_library(attend, *torch.ones(3, 1, 1, 4, 8).unbind())
+    assert (seen[-1], torch.get_float32_matmul_precision()) == ("highest", "medium")
+
+
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     seen.append(torch.get_float32_matmul_precision())
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)

@@ -19,9 +19,10 @@ from trainkit.config import SamplingConfig
 from trainkit.data import Sequences
 from trainkit.models import make_policy
 from trainkit.models.backend import use_fast_exact_matmul, use_right_attention
-from trainkit.rollouts import CausalSampler, decoding
+from trainkit.rollouts import CausalSampler
 from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_llama
 from trainkit.testing.trainers import tiny_trainer
+from trainkit.trainer import offloading
 from trainkit.trainer.sharding import FSDP2
 from trainkit_kit import check_plugin
 from trainkit_kit.launching import on_cpu
@@ -59,25 +60,18 @@ def test_greedy_responses_are_those_of_the_cpu(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fields", [tiny_gpt2, tiny_llama])
-def test_steps_from_a_tape_draw_the_tokens_of_the_model(fields: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs have graphs, so they are not among `decoding.TAPED`; steps from a tape would be right there, too."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    monkeypatch.setattr(decoding, "TAPED", {"cuda"})
-    monkeypatch.setattr(decoding, "GRAPHED", set())
-    tokenizer = character_tokenizer("abcdefgh")
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(**fields(len(tokenizer)), initializer_range=0.3)
-    model = AutoModelForCausalLM.from_config(config).eval().cuda()
-    queries, settings = [[1], [2, 3, 4], [5, 6], [1]] * 3, SamplingConfig(max_new_tokens=40)
-    taped, alone = CausalSampler(model, tokenizer), CausalSampler(model, tokenizer)
-    alone.decoder.taped = {False: False, True: False}  # type: ignore[attr-defined]
-    for _ in range(2):
-        found, expected = (each.generate(queries, settings, list(range(12))) for each in (taped, alone))
-        assert found.ids == expected.ids
-        assert torch.equal(found.logprobs, expected.logprobs)  # type: ignore[arg-type]
-    assert taped.decoder.taped[True]  # type: ignore[attr-defined]
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+def test_the_reference_is_on_the_cpu_between_its_passes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tiny_trainer(name, tmp_path / "kept")
+    kept.learn()
+    monkeypatch.setattr(offloading, "SMALLEST", 1)
+    moved = tiny_trainer(name, tmp_path / "moved")
+    moved.learn()
+    assert {p.device.type for p in moved.models.reference.policy.parameters()} == {"cpu"}
+    assert {p.device.type for p in moved.reference.policy.parameters()} == {"cuda"}
+    assert all(torch.equal(weights(moved)[key], tensor) for key, tensor in weights(kept).items())
 
 
 @pytest.fixture

@@ -2,15 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tables import table
-from test_tape import EVEN, NEOX, SIZE, TOKENIZER, UNEVEN, make, same, sample
+from trainkit.config import SamplingConfig
+from trainkit.models import backend, use_fast_exact_matmul
 from trainkit.rollouts import CausalSampler, decoding
-from trainkit.testing import tiny_gpt2, tiny_llama
+from trainkit.rollouts.sampler import Generated
+from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_llama
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+TOKENIZER = character_tokenizer("abcdefgh")
+SIZE = len(TOKENIZER)
+NEOX = {
+    "model_type": "gpt_neox",
+    "vocab_size": SIZE,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 64,
+}
+ROOM = 40
+EVEN, UNEVEN = [[1, 2], [3, 4], [5, 6], [1, 2]] * 3, [[1], [2, 3, 4], [5, 6], [1]] * 3
+
+
+def make(fields: dict[str, Any], **more: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**fields, initializer_range=0.3)
+    return AutoModelForCausalLM.from_config(config, **more).eval()
+
+
+def sample(sampler: CausalSampler, queries: list[list[int]]) -> Generated:
+    return sampler.generate(queries, SamplingConfig(max_new_tokens=ROOM), list(range(len(queries))))
+
+
+def same(one: Generated, other: Generated) -> bool:
+    numbers = zip((one.logprobs, one.entropy, one.hidden), (other.logprobs, other.entropy, other.hidden), strict=True)
+    return one.ids == other.ids and all(a is b or torch.equal(a, b) for a, b in numbers)
 
 
 @pytest.fixture(autouse=True)
@@ -123,3 +160,31 @@ def test_rows_without_memory_for_a_graph_make_their_own_steps_and_others_are_rep
         assert sample(found, EVEN).ids == sample(alone, EVEN).ids
     assert found.decoder.graphed is True, "as soon as there are fewer rows"  # type: ignore[attr-defined]
     assert "are not replayed as graphs: CUDA out of memory" in caplog.text
+
+
+@table("fields, units", [(tiny_gpt2(SIZE), True), (tiny_llama(SIZE), False)])
+def test_states_are_cached_in_the_precision_of_attention_and_responses_keep_their_bits(
+    fields: dict[str, Any], units: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With matrix units for bfloat16 and without; otherwise attention casts all of them in each step."""
+    use_fast_exact_matmul(torch.device("cpu"))
+    monkeypatch.setattr(backend, "_has_matrix_units", lambda: units)
+    model, seen = make(fields), set[torch.dtype]()
+    update = decoding._Preallocated.update
+
+    def watched(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        found = update(*args, **kwargs)
+        seen.update(each.dtype for each in found)
+        return found
+
+    monkeypatch.setattr(decoding._Preallocated, "update", watched)
+    responses = []
+    for dtype in (backend.dtype_of_attention, lambda states: states.dtype):
+        monkeypatch.setattr(decoding, "dtype_of_attention", dtype)
+        sampler = without_graphs(CausalSampler(model, TOKENIZER))  # tries the model without autocast
+        seen.clear()
+        with torch.autocast("cpu", torch.bfloat16):
+            responses.append(sample(sampler, EVEN))
+        if len(responses) == 1:
+            assert seen == {torch.bfloat16 if units else torch.float32}
+    assert same(*responses)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import weakref
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,16 @@ def test_a_refused_run_leaves_no_directory(tmp_path: Path) -> None:
 def test_a_disk_without_locks_is_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("trainkit.runs.lock.fcntl", None)
+    def refuses(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", refuses)
     tiny_trainer("sft", tmp_path, train__total_steps=1).learn()
-    assert "cannot be locked (this system has no fcntl)" in caplog.text
+    assert f"cannot be locked ([Errno {errno.ENOLCK}]" in caplog.text
+    assert not (tmp_path / NAME).exists()
+
+
+def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / NAME).mkdir()
+    with pytest.raises(ConfigError, match=r"cannot be used: .*; give another train.run_dir"):
+        RunLock(tmp_path)

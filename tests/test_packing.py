@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tables import table
 from trainkit.config import SamplingConfig
 from trainkit.rollouts import CausalSampler, packing
-from trainkit.rollouts.packing import Packs
 from trainkit.rollouts.sampler import Generated
 from trainkit.testing import character_tokenizer, tiny_llama
 
@@ -35,41 +34,67 @@ def _small_products_by_onednn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     torch.set_float32_matmul_precision(before)
 
 
+class Packed:
+    """Counts the products that are made with packed weights."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.products, self.weights = 0, 0
+        self.inner = torch.ops.mkldnn._linear_pointwise, torch.ops.mkldnn._reorder_linear_weight
+        patch.setattr(torch.ops.mkldnn, "_linear_pointwise", self.product)
+        patch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", self.weight)
+
+    def product(self, *args: Any) -> Any:
+        self.products += 1
+        return self.inner[0](*args)
+
+    def weight(self, *args: Any) -> Any:
+        self.weights += 1
+        return self.inner[1](*args)
+
+
 @table("autocast", [False, True])
 @table("biased", [False, True])
 @table("rows", [1, 3, 32])
-def test_a_product_has_the_bits_of_torchs(rows: int, biased: bool, autocast: bool) -> None:
-    draws = torch.Generator().manual_seed(1)
-    weight, bias = torch.randn(48, 80, generator=draws), torch.randn(48, generator=draws) if biased else None
-    packs = Packs()
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), torch.no_grad():
-        x = torch.randn(rows, 1, 80, generator=draws)
-        product = packs.linear(x, weight, bias)
-        if product is None:  # on this machine they would differ, or there is no oneDNN
-            dtype = torch.bfloat16 if autocast else torch.float32
-            assert not (packing._by_onednn(dtype) and packing._has_the_same_bits(dtype, rows, 48, 80, biased))
-            return
-        other = torch.randn(rows, 1, 80, generator=draws)
-        for given in (x, other):
-            found, expected = product(given, weight, bias), F.linear(given, weight, bias)
+def test_a_product_has_the_bits_of_torchs(
+    rows: int, biased: bool, autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(1)
+    layer, dtype = nn.Linear(80, 48, bias=biased), torch.bfloat16 if autocast else torch.float32
+    by_packs = packing._by_onednn(dtype) and packing._has_the_same_bits(dtype, rows, 48, 80, biased)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), torch.no_grad(), packing.packed(layer):
+        counted = Packed(monkeypatch)
+        for given in torch.randn(2, rows, 1, 80):
+            found, expected = layer(given), F.linear(given, layer.weight, layer.bias)
             assert found.dtype == expected.dtype
             assert torch.equal(found, expected)
-        assert packs.linear(other, weight, bias) is not None
-    assert len(packs.packed) == 1, "a weight is packed once"
+    assert (counted.products, counted.weights) == ((2, 1) if by_packs else (0, 0)), "a weight is packed once"
 
 
-def test_weights_are_packed_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+@table(
+    "layer, rows, used",
+    [
+        (nn.Linear(4, 8), 1, True),
+        (nn.Linear(4, 8), packing.MOST_ROWS + 1, False),
+        (nn.Linear(4, 8).double(), 1, False),
+        (nn.Linear(4, 8, device="meta"), 1, False),
+        (nn.Linear(4, 4), 1, False),  # it is small
+    ],
+)
+def test_weights_are_packed_where_that_is_faster(
+    layer: nn.Linear, rows: int, used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(packing, "_has_the_same_bits", lambda *_: True)
-    weight = torch.zeros(8, 4)
-    assert Packs().linear(torch.zeros(1, 4), weight) is not None
-    assert Packs().linear(torch.zeros(packing.MOST_ROWS + 1, 4), weight) is None
-    assert Packs().linear(torch.zeros(1, 4).double(), weight.double()) is None
-    assert Packs().linear(torch.zeros(1, 4, device="meta"), weight) is None
-    torch.set_float32_matmul_precision("highest")
-    assert Packs().linear(torch.zeros(1, 4), weight) is None, "products are made by another library"
-    torch.set_float32_matmul_precision("medium")
-    monkeypatch.setattr(packing, "SMALLEST", 33)
-    assert Packs().linear(torch.zeros(1, 4), weight) is None
+    monkeypatch.setattr(packing, "SMALLEST", 32)
+    counted, x = Packed(monkeypatch), torch.zeros(rows, 4, dtype=layer.weight.dtype, device=layer.weight.device)
+    with torch.no_grad():
+        with packing.packed(layer):
+            layer(x)
+        layer(x)
+        assert counted.products == used, "outside the context they are not used"
+        torch.set_float32_matmul_precision("highest")
+        with packing.packed(layer):
+            layer(x)
+    assert counted.products == used, "products are made by another library"
 
 
 @table("fault", [AttributeError, NotImplementedError, RuntimeError])
@@ -81,7 +106,9 @@ def test_a_torch_without_these_functions_makes_its_own_products(
 
     packing._has_the_same_bits.cache_clear()
     monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", absent)
-    assert Packs().linear(torch.zeros(5, 4), torch.zeros(8, 4)) is None
+    layer, x = nn.Linear(4, 8), torch.zeros(5, 4)
+    with torch.no_grad(), packing.packed(layer):
+        assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
     packing._has_the_same_bits.cache_clear()
 
 
@@ -107,25 +134,18 @@ def test_the_bytes_of_all_packed_weights_are_known_before() -> None:
 @table("autocast", [False, True])
 def test_responses_have_the_bits_of_the_models_own(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those of a later call, after the weights have changed."""
-    made = list[bool]()
-    linear = Packs.linear
-
-    def watched(*args: Any) -> Any:
-        made.append((found := linear(*args)) is not None)
-        return found
-
-    monkeypatch.setattr(Packs, "linear", watched)
-    model = llama()
-    packed, alone = CausalSampler(model, TOKENIZER), CausalSampler(model, TOKENIZER)
-    alone.decoder.taped = {False: False, True: False}  # type: ignore[attr-defined]
+    counted, model = Packed(monkeypatch), llama()
+    sampler = CausalSampler(model, TOKENIZER)
     for _ in range(2):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            found, expected = sample(packed), sample(alone)
+            found = sample(sampler)
+            with monkeypatch.context() as patch:
+                patch.setattr(packing, "MOST_ROWS", 0)
+                expected = sample(sampler)
         assert len({len(ids) for ids in found.ids}) > 1, "the batch shrinks"
         assert found.ids == expected.ids
         assert torch.equal(found.logprobs, expected.logprobs)  # type: ignore[arg-type]
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.5)
-    assert packed.decoder.taped[False]  # type: ignore[attr-defined]
-    assert any(made) == packing._by_onednn(torch.bfloat16 if autocast else torch.float32)
+    assert (counted.products > 0) == packing._by_onednn(torch.bfloat16 if autocast else torch.float32)

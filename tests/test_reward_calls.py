@@ -25,7 +25,6 @@ from test_rewards import judge_that_returns, rollouts
 from trainkit.config import RewardFunctionConfig
 from trainkit.errors import ConfigError, RewardError
 from trainkit.models import RewardModel
-from trainkit.models.backend import beside_training
 from trainkit.rollouts import Turn, metrics, score
 from trainkit.rollouts.rewards import is_named
 from trainkit.testing import tiny_gpt2
@@ -89,8 +88,7 @@ def test_what_belongs_to_a_thread_is_that_of_the_thread_that_calls() -> None:
     name.set("of the caller")
 
     def state() -> tuple[Any, ...]:
-        modes = len(torch.overrides._get_current_function_mode_stack())
-        return name.get(), torch.is_grad_enabled(), torch.get_default_device(), torch.get_num_threads(), modes
+        return name.get(), torch.is_grad_enabled(), torch.get_default_device(), torch.get_num_threads()
 
     def judge(**_: Any) -> list[float]:
         seen.append((state(), torch.is_autocast_enabled("cpu"), threading.current_thread()))
@@ -102,7 +100,7 @@ def test_what_belongs_to_a_thread_is_that_of_the_thread_that_calls() -> None:
 
     for function in (judge, later):
         seen: list[Any] = []
-        with torch.no_grad(), torch.device("meta"), beside_training(), torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad(), torch.device("meta"), torch.autocast("cpu", torch.bfloat16):
             score(function, rollouts(), None, LIMITED)
             here = state()
         ((there, autocast, thread),) = seen

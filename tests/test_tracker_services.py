@@ -115,7 +115,7 @@ def mlflow_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.slow
-def test_mlflow_holds_names_metrics_parameters_samples_and_files(tmp_path: Path, mlflow_dir: str) -> None:
+def test_mlflow_holds_names_metrics_parameters_and_files(tmp_path: Path, mlflow_dir: str) -> None:
     run, entry = tmp_path / "run", {"name": "mlflow", "project": "x", "tags": {"team": "a"}, "log_model": True}
     train(run, entry)
     train(run, entry, steps=6)
@@ -131,10 +131,6 @@ def test_mlflow_holds_names_metrics_parameters_samples_and_files(tmp_path: Path,
         history = client.get_metric_history(found.info.run_id, name)
         assert {each.step: each.value for each in history} == pytest.approx(values), name
     files = Path(client.download_artifacts(found.info.run_id, ""))
-    for step in (0, 2, 4, 6):
-        table = json.loads((files / "eval" / "samples" / f"step_{step:08}.json").read_text())
-        rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
-        assert [(row["prompt"], row["output"], row["reward"]) for row in rows] == evaluated(run, step)
     assert (files / "config.yaml").read_text() == (run / "config.yaml").read_text()
     assert (files / "model" / "model.safetensors").stat().st_size == (
         run / "model" / "model.safetensors"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar, copy_context
 from functools import cache
 from types import SimpleNamespace
@@ -15,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +30,10 @@ TF32 = 2.0**-10
 """The distance from 1 to the next number in TF32."""
 
 _set_here = False
+_one_library = False
 
 
-def use_fast_exact_matmul(device: torch.device) -> bool:
+def use_fast_exact_matmul(device: torch.device, *, one_library: bool = False) -> bool:
     """Use oneDNN for float32 products on the CPU if it computes them in float32; return whether it is used.
 
     torch passes products to oneDNN where `torch.get_float32_matmul_precision` is "medium", which also allows oneDNN
@@ -45,16 +44,22 @@ def use_fast_exact_matmul(device: torch.device) -> bool:
     Other devices do round with "medium": for them a "medium" that this function set is reset to "highest", and
     nothing else is changed. Nothing is changed either if the precision is "high". The setting holds for the whole
     process, and depends only on the CPU and on torch's build.
+
+    Args:
+        device: where the models are run.
+        one_library: use the default library for all products. Threads that run models at the same time need this:
+            attention of one changes the setting, and products of the other would then be rounded differently, depending
+            on when they are made.
     """
-    global _set_here
-    chosen = torch.get_float32_matmul_precision()
-    if device.type != "cpu" and _set_here and chosen == "medium":
-        torch.set_float32_matmul_precision("highest")  # "medium" is exact on the CPU only
+    global _set_here, _one_library
+    chosen, _one_library = torch.get_float32_matmul_precision(), one_library
+    if (device.type != "cpu" or one_library) and _set_here and chosen == "medium":
+        torch.set_float32_matmul_precision("highest")
         _set_here = False
     from transformers import AttentionInterface
 
     AttentionInterface.register("sdpa", _attention)
-    if device.type != "cpu" or chosen == "high":
+    if device.type != "cpu" or one_library or chosen == "high":
         return False
     exact = _medium_is_exact()
     torch.set_float32_matmul_precision("medium" if exact else chosen)
@@ -171,42 +176,11 @@ def _medium_is_exact() -> bool:
     return all(now <= TOLERANCE * old for now, old in zip(_errors(), before, strict=True))
 
 
-_ONE_LIBRARY: ContextVar[bool] = ContextVar("_ONE_LIBRARY", default=False)
-_BESIDE_TRAINING: ContextVar[bool] = ContextVar("_BESIDE_TRAINING", default=False)
-_LOCK = threading.RLock()
-"""Held while the precision is "highest", and by each operation of a thread that runs `beside_training`."""
-
-
-@contextmanager
-def one_library() -> Iterator[None]:
-    """Use one library for all products inside the block, also for those of attention."""
-    token = _ONE_LIBRARY.set(True)
-    try:
-        yield
-    finally:
-        _ONE_LIBRARY.reset(token)
-
-
-@contextmanager
-def beside_training() -> Iterator[None]:
-    """Use one library for all products inside the block, while another thread trains.
-
-    Which library is used is a setting of the whole process. The thread that trains changes it for attention; products
-    of this thread would then be rounded differently, depending on when they run. So they wait.
-    """
-    token = _BESIDE_TRAINING.set(True)
-    try:
-        with one_library(), _OneAtATime():
-            yield
-    finally:
-        _BESIDE_TRAINING.reset(token)
-
-
 def as_here(call: Callable[[], T]) -> Callable[[], T]:
     """Return a function that makes a call in another thread as it would be made in this one.
 
     Context variables are those of this thread, and so is what torch keeps for each thread: whether gradients are
-    computed, the default device, the current CUDA device, and that products wait `beside_training`. Autocast is off.
+    computed, the default device and the current CUDA device. Autocast is off.
     """
     context, grad, default = copy_context(), torch.is_grad_enabled(), torch.get_default_device()
     cuda = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -218,27 +192,17 @@ def as_here(call: Callable[[], T]) -> Callable[[], T]:
                 stack.enter_context(default)
             if cuda is not None:
                 stack.enter_context(torch.cuda.device(cuda))
-            if _BESIDE_TRAINING.get():
-                stack.enter_context(_OneAtATime())
             return call()
 
     return lambda: context.run(there)
 
 
-class _OneAtATime(TorchFunctionMode):
-    """Holds the lock during each operation of torch in this thread."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with _LOCK:
-            return func(*args, **(kwargs or {}))
-
-
 def by_default_library(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """Return ``function(*tensors)``, with the precision "highest" in the forward and in the backward pass.
 
-    The precision is unchanged inside of `one_library`.
+    The precision is unchanged if `use_fast_exact_matmul` was told to use one library.
     """
-    if _ONE_LIBRARY.get() or torch.get_float32_matmul_precision() != "medium" or tensors[0].device.type != "cpu":
+    if _one_library or torch.get_float32_matmul_precision() != "medium" or tensors[0].device.type != "cpu":
         return function(*tensors)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         switch: Any = _Precision.apply
@@ -246,30 +210,15 @@ def by_default_library(function: Callable[..., Tensor], *tensors: Tensor) -> Ten
         try:
             found = function(*inside)
         except BaseException:
-            _set("medium")
+            torch.set_float32_matmul_precision("medium")
             raise
         result: Tensor = switch("medium", "highest", found)[0]
         return result
-    _set("highest")
+    torch.set_float32_matmul_precision("highest")
     try:
         return function(*tensors)
     finally:
-        _set("medium")
-
-
-def _set(precision: str) -> None:
-    """Set "highest", and hold the lock; or "medium", and release it."""
-    if precision == "highest":
-        _LOCK.acquire()
-    torch.set_float32_matmul_precision(precision)
-    if precision == "medium":
-        release()
-
-
-def release() -> None:
-    """Release the lock, also one that an error in a backward pass has left behind."""
-    with suppress(RuntimeError):  # this thread does not hold it
-        _LOCK.release()
+        torch.set_float32_matmul_precision("medium")
 
 
 class _Precision(torch.autograd.Function):
@@ -277,13 +226,13 @@ class _Precision(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, forward: str, backward: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-        _set(forward)
+        torch.set_float32_matmul_precision(forward)
         ctx.precision = backward
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        _set(ctx.precision)
+        torch.set_float32_matmul_precision(ctx.precision)
         return None, None, *grads
 
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import BaseModelOutput
@@ -24,22 +23,14 @@ from trainkit.models.seq2seq import decoder_prefix, encode
 from trainkit.models.unloaded import decided
 from trainkit.models.virtual import count_of, moved_by_padding
 from trainkit.rollouts.graphs import FixedStep
-from trainkit.rollouts.packing import Packs
-from trainkit.rollouts.tape import Tape, TapeError, record
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
 
-WORTH_A_TAPE = 8
-"""A step is recorded if at least so many follow: recording takes about as long as two steps."""
-
-TAPED = frozenset({"cpu"})
-"""The types of devices on which steps are recorded. Others have graphs, which replay more."""
-
 WORTH_A_GRAPH = 8
-"""A step is captured as a graph if at least so many follow, for the same reason."""
+"""A step is captured as a graph if at least so many follow: capturing takes about as long as two steps."""
 
 GRAPHED = frozenset({"cuda"})
 """The types of devices on which steps are made in fixed shapes, so that graphs can replay them."""
@@ -60,11 +51,6 @@ class _Preallocated(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write the states of new tokens [B, H, S, D] and return all keys and values so far."""
-        if has_torch_function((key_states, value_states)):  # a tape records it as one call
-            found: tuple[Tensor, Tensor] = handle_torch_function(
-                _Preallocated.update, (key_states, value_states), self, key_states, value_states
-            )
-            return found
         if autocast_dtype(key_states.device.type):  # otherwise attention would cast all of them in each step
             dtype = dtype_of_attention(key_states)
             key_states, value_states = key_states.to(dtype), value_states.to(dtype)
@@ -193,16 +179,14 @@ class _ActiveText(Active):
 
     lengths: Tensor  # [b] real tokens so far
     width: int  # tokens so far, padding included
-    packs: Packs = field(default_factory=Packs)
-    tape: Tape | None = None  # of a step with b rows
-    fixed: FixedStep | None = None  # the same
+    fixed: FixedStep | None = None  # a step of b rows
     plain: bool = False  # there is no memory for a graph of b rows
 
     def keep(self, at: Tensor) -> None:
         if self.fixed is not None:
             self.rewind(self.width)
         super().keep(at)
-        self.lengths, self.tape, self.fixed, self.plain = self.lengths[at], None, None, False
+        self.lengths, self.fixed, self.plain = self.lengths[at], None, False
 
     def rewind(self, width: int) -> None:
         """Let plain layers of the cache have the first ``width`` tokens, which are in their buffers."""
@@ -220,8 +204,6 @@ class CausalDecoder:
     """The token id used as padding."""
     head_alone: bool
     hidden: bool
-    taped: dict[bool, bool] = field(default_factory=dict, init=False)
-    """Whether steps may be taken from a tape, without padding and with it; found out when there are such steps."""
     beside_training: bool = field(default=False, init=False)
     """Whether another thread may train at the same time."""
     graphed: bool | None = field(default=None, init=False)
@@ -253,25 +235,7 @@ class CausalDecoder:
         ids, positions, width = active.last.unsqueeze(1), active.lengths.unsqueeze(1), active.width + 1
         real = active.real[:, :width] if active.padded else None
         active.lengths, active.width = active.lengths + 1, width
-        allowed, new, why = self.taped.get(active.padded), active.tape is None, "the next step makes other calls"
-        if allowed is False or (new and active.real.size(1) - width < WORTH_A_TAPE):
-            return self._forward(ids, real, positions, active.cache)
-        played: tuple[Any, ...] = ()
-        try:
-            # transformers makes a mask of four dimensions from ``real`` in each step; this one is the same
-            played = self._by_tape(active, ids, None if real is None else real[:, None, None], positions)
-        except (TapeError, *UNFIT) as error:
-            why = str(error)
-        if played and allowed:
-            return played[0], played[1]
-        active.rewind(width - 1)
-        found = self._forward(ids, real, positions, active.cache)
-        if not played or not all(b is None or torch.equal(a, b) for a, b in zip(played, found, strict=True)):
-            active.tape, self.taped[active.padded] = None, False
-            log.info("the steps of %s are not recorded: %s", type(self.model).__name__, why)
-        elif not new:
-            self.taped[active.padded] = True
-        return found
+        return self._forward(ids, real, positions, active.cache)
 
     def _by_graph(self, active: _ActiveText) -> tuple[Tensor, Tensor | None] | None:
         """Make a step of fixed shapes, and return what it returns; None if the model has to make its own.
@@ -293,7 +257,7 @@ class CausalDecoder:
                 apart = _apart(found[0], own[0])
                 allowed = rounding(self._dtype, self.model.device) ** 0.5
                 why = "" if apart <= allowed else f"their logits differ by {apart:.1%}"
-        except (TapeError, *UNFIT) as error:
+        except UNFIT as error:
             why = first_line(error)
             if out_of_memory(error):  # for these rows; fewer may leave room
                 log.info("steps of %d rows are not replayed as graphs: %s", len(active.last), why)
@@ -314,15 +278,17 @@ class CausalDecoder:
         """Return a step of fixed shapes for the active rows.
 
         Raises:
-            TapeError: it may differ from the model's own.
+            ValueError: it may differ from the model's own.
         """
         self._check_plain(active)
         if count_of(self.model):
-            raise TapeError("it has virtual tokens")
+            raise ValueError("it has virtual tokens")
         if self.beside_training and autocast_dtype(self.model.device.type) is not None:
-            raise TapeError("a thread that trains ends autocast's casts, which a graph would read")  # one cache for all
+            raise ValueError(
+                "a thread that trains ends autocast's casts, which a graph would read"
+            )  # one cache for all
         if self.model.config._attn_implementation != "sdpa":
-            raise TapeError(f"its attention is {self.model.config._attn_implementation}")
+            raise ValueError(f"its attention is {self.model.config._attn_implementation}")
         for layer in active.cache.layers:
             for buffer in layer.buffers:  # type: ignore[union-attr]
                 buffer[:, :, active.width :] = 0.0  # a masked NaN would still be one in the attention's product
@@ -339,24 +305,12 @@ class CausalDecoder:
         """Refuse models of which more than calls of torch on plain caches would have to be made again.
 
         Raises:
-            TapeError: its cache has other layers, or it has hooks.
+            ValueError: its cache has other layers, or it has hooks.
         """
         if not all(type(layer) is _Preallocated for layer in active.cache.layers):
-            raise TapeError("its cache has layers that are not plain")
+            raise ValueError("its cache has layers that are not plain")
         if any(_foreign_hooks(module) for module in self.model.modules()):
-            raise TapeError("it has hooks")
-
-    def _by_tape(self, active: _ActiveText, *inputs: Tensor | None) -> tuple[Any, ...]:
-        """Make a step from the tape, or make and record one, and return what it returns."""
-        if active.tape is not None:
-            return active.tape.play(*inputs)
-        model = self.model
-        if model.device.type not in TAPED:
-            raise TapeError(f"the device is {model.device.type}")
-        self._check_plain(active)
-        step = partial(self._forward, cache=active.cache)
-        active.tape, found = record(step, inputs, (*model.parameters(), *model.buffers()), active.packs)
-        return found
+            raise ValueError("it has hooks")
 
     def whole(self, query: list[int], response: list[int]) -> Tensor:
         """Do as `Decoder` describes."""

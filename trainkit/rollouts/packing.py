@@ -7,8 +7,10 @@ same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,33 +23,45 @@ SMALLEST = 2**16
 MOST_ROWS = 128
 """The largest number of rows; with more, packing hardly pays."""
 
-Linear = Callable[..., Tensor]
+
+@contextmanager
+def packed(model: nn.Module) -> Iterator[None]:
+    """Let linear layers multiply few rows by packed weights inside the context, where the weights must not change."""
+    layers = [layer for layer in model.modules() if _is_packable(layer)]
+    for layer in layers:
+        layer.forward = _forward(layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
 
 
-class Packs:
-    """The packed weights of one sampling, during which the weights do not change."""
+def _is_packable(layer: nn.Module) -> bool:
+    if type(layer) is not nn.Linear or "forward" in vars(layer):
+        return False
+    weight = layer.weight
+    return type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.numel() >= SMALLEST
 
-    def __init__(self) -> None:
-        self.packed: dict[tuple[int, torch.dtype], Tensor] = {}
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Linear | None:
-        """Return a function that returns what `F.linear` does for inputs such as x [*, D]; None if it is not faster."""
-        kind, rows = x.device.type, x.numel() // x.size(-1)
-        dtype = autocast_dtype(kind) or weight.dtype
-        if kind != "cpu" or weight.numel() < SMALLEST or rows > MOST_ROWS or not _by_onednn(dtype):
-            return None
+def _forward(layer: Any) -> Callable[[Tensor], Tensor]:
+    """Return a function that returns what the linear layer does for x [*, D]."""
+    weight, bias = layer.weight, layer.bias
+    packs: dict[torch.dtype, tuple[Tensor, Tensor | None]] = {}
+
+    def forward(x: Tensor) -> Tensor:
+        rows, dtype = x.numel() // x.size(-1), autocast_dtype("cpu") or weight.dtype
+        if rows > MOST_ROWS or not _by_onednn(dtype):
+            return F.linear(x, weight, bias)
         if not _has_the_same_bits(dtype, rows, *weight.shape, bias is not None):
-            return None
-        key = (id(weight), dtype)
-        if key not in self.packed:
-            self.packed[key] = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(dtype), rows)
-        packed, added = self.packed[key], None if bias is None else bias.detach().to(dtype)
+            return F.linear(x, weight, bias)
+        if dtype not in packs:
+            of_weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(dtype), rows)
+            packs[dtype] = of_weight, None if bias is None else bias.detach().to(dtype)
+        found: Tensor = torch.ops.mkldnn._linear_pointwise(x.to(dtype), *packs[dtype], "none", [], "")
+        return found
 
-        def product(x: Tensor, *_: Tensor | None) -> Tensor:
-            found: Tensor = torch.ops.mkldnn._linear_pointwise(x.to(dtype), packed, added, "none", [], "")
-            return found
-
-        return product
+    return forward
 
 
 def bytes_of_packs(model: nn.Module, rows: int, bf16: bool) -> int:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from trainkit.models.backend import beside_training, use_fast_exact_matmul
+from trainkit.models.backend import use_fast_exact_matmul
 from trainkit.rollouts.engines import Request, ServedModel, Weights
 from trainkit.rollouts.sampler import Generated
 
@@ -27,7 +27,7 @@ class Replica:
 
     def __init__(self, served: ServedModel, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
-        use_fast_exact_matmul(self.device)
+        use_fast_exact_matmul(self.device, one_library=served.options.get("beside_training", False))
         self.served = replace(served, model=served.model.to(self.device).eval())
         self.sampler = self.served.sampler()
         self.version: int | None = None
@@ -48,7 +48,7 @@ class Replica:
     def generate(self, request: Request) -> Generated:
         """Return the responses, with their tensors on the CPU."""
         assert self.version is not None, "an engine loads weights before it generates"
-        with self._autocast(), beside_training() if self.sampler.beside_training else nullcontext():
+        with self._autocast():
             made = self.sampler.generate(request.queries, request.settings, request.seeds, self.version)
         logprobs, entropy, hidden = (None if x is None else x.cpu() for x in (made.logprobs, made.entropy, made.hidden))
         return replace(made, logprobs=logprobs, entropy=entropy, hidden=hidden)

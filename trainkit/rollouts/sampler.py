@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -25,11 +25,11 @@ from trainkit.data import Rollouts, Row, Sequences
 from trainkit.data.pipeline import id_count
 from trainkit.errors import OutOfMemoryError
 from trainkit.functional import allow_logits, penalise_repetition, truncate_logits
-from trainkit.models.backend import one_library
 from trainkit.models.fitting import first_line, out_of_memory, release
 from trainkit.models.loading import eos_ids, pad_id
 from trainkit.models.policy import check_logit_mask
 from trainkit.rollouts.decoding import CausalDecoder, Decoder, Seq2SeqDecoder, stepping_fault, vocabulary
+from trainkit.rollouts.packing import packed
 from trainkit.seeding import uniforms
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class TokenSampler:
         logit_mask: bool [V] or [V, V], True = allowed.
         skip_special_tokens: omit special tokens from the text.
         steer: changes the logits that tokens are sampled from, given the hidden states.
-        beside_training: whether another thread may train at the same time (`trainkit.models.backend.one_library`).
+        beside_training: whether another thread may train at the same time.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class TokenSampler:
     ) -> Generated:
         draws = uniforms(torch.tensor(seeds, device=self.model.device), settings.max_new_tokens)
         responses = _Responses(self, queries, settings, draws, watch)
-        with one_library() if self.beside_training else nullcontext():
+        with packed(self.model):
             if self.fault:
                 _by_generate(self.decoder, queries, responses)
             else:

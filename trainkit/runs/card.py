@@ -55,12 +55,14 @@ def model_card(trainer: Trainer, line: Line | None) -> str:
 
     Equal runs with equal libraries give equal cards, on any machine.
     """
+    from huggingface_hub import ModelCardData
+
     method, kind = trainer.config.method.name, trainer.model_card()
     base, steps = base_model(trainer), trainer.progress.step
-    hub = {"base_model": base, **{name: value for name, value in kind.items() if name != "loading"}}
-    front = {**{name: value for name, value in hub.items() if value}, "tags": ["trainkit", method]}
+    fields = {name: value for name, value in kind.items() if name != "loading" and value}
+    front = ModelCardData(base_model=base, tags=["trainkit", method], **fields)  # type: ignore[arg-type]
     parts = [
-        f"---\n{to_yaml(front)}---\n{OURS}\n",
+        f"---\n{front.to_yaml()}\n---\n{OURS}\n",
         f"# A model trained by {_cell(method)}\n",
         f"Trained{f' from `{base}`' * (base is not None)} with trainkit, for {steps} step{'s' * (steps != 1)}.\n",
         _loading(method, kind.get("loading")),

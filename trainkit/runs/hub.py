@@ -19,7 +19,7 @@ from trainkit.runs.record import Record
 from trainkit.security import hidden
 
 if TYPE_CHECKING:
-    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub import HfApi
 
     from trainkit.trainer.setup import PreparedTrainer
 
@@ -142,20 +142,16 @@ def _config(run: Path) -> bytes:
 
 
 def _upload(api: HfApi, repo: str, files: dict[str, Path | bytes], private: bool, revision: str | None) -> None:
+    from huggingface_hub import CommitOperationAdd
+
     api.create_repo(repo, private=private, exist_ok=True)
     if (found := api.model_info(repo).private) is not None and found != private:
         kind, wanted = ("private", "public") if found else ("public", "private")
         log.warning("%s is there already and is %s, not %s; it stays %s", repo, kind, wanted, kind)
     if revision:
         api.create_branch(repo, branch=revision, exist_ok=True)
-    api.create_commit(repo, list(_additions(files)), commit_message="Upload a model by trainkit", revision=revision)
-
-
-def _additions(files: dict[str, Path | bytes]) -> Iterator[CommitOperationAdd]:
-    from huggingface_hub import CommitOperationAdd
-
-    for name, content in files.items():
-        yield CommitOperationAdd(name, content)
+    additions = [CommitOperationAdd(name, content) for name, content in files.items()]
+    api.create_commit(repo, additions, commit_message="Upload a model by trainkit", revision=revision)
 
 
 def _reason(error: BaseException) -> str:

@@ -36,7 +36,6 @@ from safetensors import SafetensorError
 
 from trainkit.config import PluginConfig, TRLConfig
 from trainkit.errors import CheckpointError, ConfigError, HookError, ProcessError, describe, printable
-from trainkit.models import backend
 from trainkit.models.adapters import MARK
 from trainkit.models.policy import Policy
 from trainkit.models.reference import fingerprint
@@ -118,7 +117,6 @@ def running(trainer: Trainer) -> Iterator[None]:
         with without_progress_bars(), signals_noted(stop, bool(config.save_interval)), watched(stop, limit):
             yield
     except BaseException as error:
-        backend.release()
         saving.save_after_error(trainer, error)
         if trainer.ahead is not None:
             trainer.ahead.cancel()

@@ -8,6 +8,7 @@ import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -202,7 +203,25 @@ class TensorBoard(AccelerateTracker):
         self._tracker.writer.add_images(name, images, step)
 
 
-class Wandb(AccelerateTracker):
+class Pictured(AccelerateTracker):
+    """A tracker whose module has `Table` and `Histogram`, and whose runs have artifacts."""
+
+    def show_table(self, columns: Columns, step: int) -> None:
+        """Log samples as a table."""
+        table = import_module(self.name).Table(columns=list(columns), data=_rows(columns))
+        self._tracker.log({"eval/samples": table}, step=step)
+
+    def show_histogram(self, name: str, values: list[float], step: int) -> None:
+        """Log a histogram."""
+        self._tracker.log({name: import_module(self.name).Histogram(values)}, step=step)
+
+    def store(self, path: Path, kind: str) -> None:
+        """Log an artifact."""
+        run = self._tracker.tracker
+        run.log_artifact(str(path), name=f"{kind}-{run.id}", type=kind)
+
+
+class Wandb(Pictured):
     """Weights & Biases, with its files in the directory of the run."""
 
     def make(self, run_dir: Path, config: dict[str, Any], known: dict[str, Any], begun_at: int) -> Any:
@@ -219,23 +238,8 @@ class Wandb(AccelerateTracker):
         super().store_config(config, run_dir)
         self.store(run_dir / "config.yaml", "config")
 
-    def show_table(self, columns: Columns, step: int) -> None:
-        """Log samples as a table."""
-        self._tracker.log_table("eval/samples", list(columns), _rows(columns), step=step)
 
-    def show_histogram(self, name: str, values: list[float], step: int) -> None:
-        """Log a histogram."""
-        import wandb
-
-        self._tracker.log({name: wandb.Histogram(values)}, step=step)
-
-    def store(self, path: Path, kind: str) -> None:
-        """Log an artifact."""
-        run = self._tracker.tracker
-        run.log_artifact(str(path), name=f"{kind}-{run.id}", type=kind)
-
-
-class Trackio(AccelerateTracker):
+class Trackio(Pictured):
     """trackio, with its database where the variable TRACKIO_DIR says, or in a Hugging Face Space."""
 
     def make(self, run_dir: Path, config: dict[str, Any], known: dict[str, Any], begun_at: int) -> Any:
@@ -259,23 +263,6 @@ class Trackio(AccelerateTracker):
         """Store the file of the configuration, which is logged already."""
         self.store(run_dir / "config.yaml", "config")
 
-    def show_table(self, columns: Columns, step: int) -> None:
-        """Log samples as a table."""
-        import trackio
-
-        self._tracker.log({"eval/samples": trackio.Table(columns=list(columns), data=_rows(columns))}, step=step)
-
-    def show_histogram(self, name: str, values: list[float], step: int) -> None:
-        """Log a histogram."""
-        import trackio
-
-        self._tracker.log({name: trackio.Histogram(values)}, step=step)
-
-    def store(self, path: Path, kind: str) -> None:
-        """Log an artifact."""
-        run = self._tracker.tracker
-        run.log_artifact(str(path), name=f"{kind}-{run.id}", type=kind)
-
 
 class Mlflow(AccelerateTracker):
     """MLflow, with its runs where the variable MLFLOW_TRACKING_URI says."""
@@ -296,17 +283,6 @@ class Mlflow(AccelerateTracker):
         known = self._tracker.tracker.data.params
         super().store_config({name: value for name, value in config.items() if name not in known}, run_dir)
         self.store(run_dir / "config.yaml", "config")
-
-    def show_table(self, columns: Columns, step: int) -> None:
-        """Store samples as an artifact that ``mlflow.load_table`` reads, and name the newest one as the run's table.
-
-        `mlflow.log_table` is not used: it reads all earlier rows again to append to them.
-        """
-        import mlflow
-
-        file = f"eval/samples/step_{step:08}.json"
-        mlflow.log_dict({"columns": list(columns), "data": _rows(columns)}, file)
-        mlflow.set_tag("mlflow.loggedArtifacts", json.dumps([{"path": file, "type": "table"}]))
 
     def store(self, path: Path, kind: str) -> None:
         """Log an artifact."""

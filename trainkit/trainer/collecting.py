@@ -19,7 +19,7 @@ from trainkit import metrics as m
 from trainkit.data import Rollouts
 from trainkit.errors import CheckpointError, describe
 from trainkit.functional import per_response
-from trainkit.models.backend import beside_training, one_library
+from trainkit.models.backend import use_fast_exact_matmul
 from trainkit.rollouts import Weights
 from trainkit.runs.checkpoint import is_plain
 from trainkit.runs.resharding import own_items
@@ -126,6 +126,9 @@ class AsyncCollector:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
+        use_fast_exact_matmul(
+            trainer.accelerator.device, one_library=True
+        )  # also without a thread: the bits are the same
         self.waiting: deque[Future[Collection]] = deque()
         """Collections from the one whose turn is next, finished or being sampled."""
         self._thread = ThreadPoolExecutor(1, "trainkit-sampling") if trainer.engine_class.own_copy else None
@@ -189,9 +192,8 @@ class AsyncCollector:
         if before is not None:
             earlier = before.result()
             collection.cursor = earlier.cursor + earlier.taken
-        beside = one_library() if self._thread is None else beside_training()
         within = trainer.parallel.within(self.group)
-        with beside, within, trainer.recorder.into(collection), torch.no_grad(), trainer.accelerator.autocast():
+        with within, trainer.recorder.into(collection), torch.no_grad(), trainer.accelerator.autocast():
             for rollouts, scores in sampled(trainer, collection):
                 collection.parts.append((replace(rollouts, hidden=None), scores))  # values are those of later weights
             seconds = torch.tensor(time.perf_counter() - started, dtype=torch.float64)

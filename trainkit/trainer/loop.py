@@ -25,7 +25,7 @@ from trainkit.rollouts import name_of
 from trainkit.runs import hub, run, saving
 from trainkit.runs.stopping import Interrupted
 from trainkit.seeding import generator
-from trainkit.trainer import parking
+from trainkit.trainer import offloading
 from trainkit.trainer.base import BaseRLTrainer
 from trainkit.trainer.collecting import Collection
 from trainkit.trainer.evaluation import evaluate, evaluate_if
@@ -357,7 +357,7 @@ class AcceleratedLoop(TrainerInputs[M]):
         """
         self._collection.ordered = True
         rank, world = self.parallel.rank, self.parallel.world
-        steps = parking.steps_at_a_time(self)
+        steps = offloading.steps_at_a_time(self)
         parts = self._order(0, self.collection_rows).split(steps * self.config.train.batch_size)
         for number, rows in enumerate(parts):
             self.store.promise(len(rows) // world, partial(self._made_for, number * steps, rows[rank::world].tolist()))
@@ -376,7 +376,7 @@ class AcceleratedLoop(TrainerInputs[M]):
                 size = self.config.rollout.batch_size
                 parts = [self._made(rows[start : start + size]).to("cpu") for start in range(0, len(rows), size)]
             self.collected_rows = 0
-            parking.park(self)
+            offloading.offload_reference(self)
         made = type(parts[0]).cat(parts)
         if self._in_steps:
             self.recorder.record_seconds("time/collect", started)

@@ -40,7 +40,7 @@ from trainkit.runs.history import History, overview
 from trainkit.runs.record import first_start
 from trainkit.runs.stopping import Stop
 from trainkit.seeding import Seen
-from trainkit.trainer import optim, parking
+from trainkit.trainer import offloading, optim
 from trainkit.trainer.base import BaseRLTrainer
 from trainkit.trainer.collecting import AsyncCollector, Collection
 from trainkit.trainer.launch import default_precision, make_accelerator
@@ -116,8 +116,6 @@ class PreparedTrainer(BaseRLTrainer[M]):
         """The checkpoint that is being written while the training goes on."""
         self.collected_rows = 0
         """The rows of the collection at hand in this process, while experience is made of samples; or else 0."""
-        self.parked: list[Tensor] | None = None
-        """The reference's weights as views of a file, after they have left memory; empty if they cannot."""
         self.recorded_trunk: bool | None = None
         """Whether the run that is being resumed keeps the output of frozen layers; None if none is."""
         self._recorded_frozen: list[str] | None = None
@@ -196,8 +194,8 @@ class PreparedTrainer(BaseRLTrainer[M]):
         """Whether `make_experience` runs the reference and no other model, and nothing else asks the reference.
 
         Experience of a dataset is then made when the first pass comes to its rows, with weights that have moved, unless
-        `prepare_experience` is overridden. In between the weights of the reference leave memory; whoever asks for it
-        gets it nevertheless.
+        `prepare_experience` is overridden. On an accelerator, the weights of the reference are moved to the CPU in
+        between; later reads move them back.
         """
         return False
 
@@ -354,7 +352,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
         reference = self.models.reference
         if reference is None:
             raise AttributeError(f"{type(self).__name__} keeps no reference; set needs_reference = True in the class")
-        parking.back(reference, self.accelerator.device)
+        offloading.reload_reference(reference, self.accelerator.device)
         return reference
 
     @cached_property

@@ -203,10 +203,10 @@ def test_7b_on_8_gpus_by_arithmetic() -> None:
     """docs/scale.md#memory: replicated 112 GB; divided 14 GB, with what is gathered and a reference."""
     alone = totals(LLAMA_7B, "none", 8)
     assert alone["update"] == pytest.approx(28 + 28 + 56 + 28 + 10)
-    parked = replace(LLAMA_7B, leaves=True)  # the reference, after its only pass, if the model is not divided
-    assert totals(parked, "none", 8)["update"] == pytest.approx(28 + 28 + 56 + 10)
-    assert totals(parked, "none", 8)["experience"] == alone["experience"]
-    assert totals(parked, "fsdp2", 8) == totals(LLAMA_7B, "fsdp2", 8)
+    offloaded = replace(LLAMA_7B, leaves=True)  # the reference, after its only pass, if the model is not divided
+    assert totals(offloaded, "none", 8)["update"] == pytest.approx(28 + 28 + 56 + 10)
+    assert totals(offloaded, "none", 8)["experience"] == alone["experience"]
+    assert totals(offloaded, "fsdp2", 8) == totals(LLAMA_7B, "fsdp2", 8)
     only = replace(LLAMA_7B, batch=64, first=33 * 10**9, verify=True)  # gradients are made while activations go
     assert totals(only, "none", 8)["update"] == pytest.approx(28 + 33 + 56 + 28)
     assert totals(only, "none", 8)["saving"] == pytest.approx(28 + 28 + 56 + 28)  # the export, loaded again

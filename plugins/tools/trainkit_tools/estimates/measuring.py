@@ -31,7 +31,7 @@ from trainkit.rollouts.packing import bytes_of_packs
 from trainkit.testing import character_tokenizer
 from trainkit.testing.declarations import declaration_of
 from trainkit.testing.trainers import LETTERS, tiny_trainer
-from trainkit.trainer import optim, parking, sharing
+from trainkit.trainer import offloading, optim, sharing
 from trainkit.trainer.accelerate import AccelerateRLTrainer
 from trainkit.trainer.master_weights import MasterWeights
 from trainkit.trainer.sharding import blocks_of
@@ -72,7 +72,7 @@ class Need:
     """Weights that are in no block: embeddings, head, and what follows the blocks."""
     reference_root: int
     leaves: bool
-    """Whether the reference leaves memory after its only pass, where the model is not divided and it is large."""
+    """Whether the reference is moved to the CPU after its only pass, where the model is not divided and it is large."""
     step: int
     """The most that the optimizer's step needs besides."""
     lengths: Lengths
@@ -211,7 +211,7 @@ def _passes(trainer: Any, counter: Counter, lengths: Lengths, example: Batch, gi
         verify=trainer.config.train.verify_export,
         root=sum(own.values()) - sum(blocks),
         reference_root=_root(compared, others),
-        leaves=not trainer.online and parking.can_leave(trainer, reference),
+        leaves=not trainer.online and offloading.can_offload(trainer, reference, device),
         step=max(step - state, 0),
         lengths=lengths,
         rows=rows,

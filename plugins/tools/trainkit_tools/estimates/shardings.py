@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trainkit.models.reloading import VERIFIED
-from trainkit.trainer.parking import SMALLEST
+from trainkit.trainer.offloading import SMALLEST
 from trainkit_tools.estimates.measuring import Need
 
 FREE = 0.1
@@ -68,8 +68,8 @@ def plan(need: Need, sharding: str, processes: int) -> Plan:
     gathered = 2 * need.block + need.root if divided else 0
     unreduced = trained * (need.block + need.root) if divided else 0
     root = need.reference_root if divided else 0
-    parked = need.leaves and not divided and need.reference >= SMALLEST
-    stays = 0 if parked else reference + root
+    offloaded = need.leaves and not divided and need.reference >= SMALLEST
+    stays = 0 if offloaded else reference + root
     alone = not divided and need.rows * processes >= need.batch
     passes = max(need.first - need.gradients, 0) if alone else need.update
     verify = need.weights <= VERIFIED if need.verify is None else need.verify

@@ -1,4 +1,4 @@
-"""The reference of offline methods leaves memory after its only pass, and whoever asks for it gets it."""
+"""The reference of offline methods leaves an accelerator after its only pass, and whoever asks for it gets it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from torch import Tensor
 import trainkit
 from runs import only_new_garbage
 from tables import table
+from trainkit.models import Reference
 from trainkit.testing.trainers import tiny_trainer
-from trainkit.trainer import parking
+from trainkit.trainer import offloading
 
 PAIRS = [{"prompt": "a", "chosen": "bc", "rejected": "d"}, {"prompt": "ef", "chosen": "g", "rejected": "ha"}] * 4
 LABELS = [{"prompt": "a", "output": "bc", "label": True}, {"prompt": "ef", "output": "g", "label": False}] * 4
@@ -30,8 +31,11 @@ def garbage() -> Iterator[None]:
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parking, "SMALLEST", 1)
+def offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Treat this device as an accelerator, from which a copy is moved, and any reference as large."""
+    monkeypatch.setattr(offloading, "SMALLEST", 1)
+    can = offloading.can_offload
+    monkeypatch.setattr(offloading, "can_offload", lambda *args: can(*args[:2], "cuda"))
 
 
 class Watch:
@@ -69,21 +73,20 @@ def weights(trainer: Any) -> list[Tensor]:
 
 @pytest.mark.daily(name=("dpo",))
 @pytest.mark.parametrize("name", ["dpo", "kto"])
-def test_its_weights_leave_memory_and_the_run_ends_with_the_same_bits(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_its_weights_leave_the_device_and_the_run_ends_with_the_same_bits(
+    name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     kept, left = Watch(), Watch(asks=True)
     usual = weights(run(name, tmp_path / "kept", kept))
-    monkeypatch.setattr(parking, "SMALLEST", 1)
-    trainer = run(name, tmp_path / "left", left)
+    request.getfixturevalue("offloaded")
+    moved = weights(run(name, tmp_path / "left", left))
     assert (kept.alive, left.alive) == ([True] * 4, [False] * 4)
-    assert all(map(torch.equal, usual, weights(trainer)))
-    assert not list((tmp_path / "left").glob("tmp*")), "the file has no name"
+    assert all(map(torch.equal, usual, moved))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dpo", "kto"])
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("offloaded")
 def test_a_run_that_resumes_without_it_ends_with_the_same_bits(name: str, tmp_path: Path) -> None:
     usual = weights(run(name, tmp_path / "whole"))
     first = tiny_trainer(name, tmp_path / "cut", train__total_steps=4, optimizer__lr=1e-2, train__save_interval=2)
@@ -109,7 +112,7 @@ def _stopping(trainer: Any) -> Any:
 
 
 @table("name", ["dpo", "kto"])
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("offloaded")
 def test_held_out_samples_are_prepared_before_it_leaves(name: str, tmp_path: Path) -> None:
     trainer = tiny_trainer(name, tmp_path, train__total_steps=4, train__eval_interval=2)
     trainer.add_eval_samples(HELD_OUT[name])
@@ -120,7 +123,7 @@ def test_held_out_samples_are_prepared_before_it_leaves(name: str, tmp_path: Pat
     assert trainer.evaluate()["eval/rewards/margins"] == 0
 
 
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("offloaded")
 def test_one_that_shares_frozen_layers_leaves_with_its_own_alone(tmp_path: Path) -> None:
     trainer = tiny_trainer("dpo", tmp_path, model__num_layers_unfrozen=1)
     trainer.begin()
@@ -132,29 +135,8 @@ def test_one_that_shares_frozen_layers_leaves_with_its_own_alone(tmp_path: Path)
     assert shared < kept
 
 
-@pytest.mark.usefixtures("small")
-def test_weights_that_came_back_for_more_experience_leave_again(tmp_path: Path) -> None:
-    trainer = tiny_trainer("dpo", tmp_path)
-    trainer.begin()
-    trainer.collect()
-    trainer.store.made(torch.arange(1))
-    own = list(trainer.reference.policy.parameters())
-    views = [parameter.data_ptr() for parameter in own]
-    for parameter in own:
-        parameter.data = parameter.data.clone()  # as `back` does on a device
-    trainer.store.made(torch.tensor([15]))
-    assert [parameter.data_ptr() for parameter in own] == views
-
-
-@pytest.mark.usefixtures("small")
-def test_it_stays_if_its_weights_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def full(*_: Any) -> list[Tensor]:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(parking, "_written", full)
-    watch = Watch()
-    run("dpo", tmp_path, watch)
-    assert watch.alive == [True] * 4
-    assert "the reference stays in memory, because its weights cannot be written: [Errno 28]" in caplog.text
+def test_it_stays_on_a_cpu_and_where_more_than_experience_is_made_of_it(tmp_path: Path) -> None:
+    for name, device, moved in (("dpo", "cuda", True), ("dpo", "cpu", False), ("ppo", "cuda", False)):
+        trainer = tiny_trainer(name, tmp_path)
+        assert type(trainer.reference) is Reference
+        assert offloading.can_offload(trainer, trainer.reference, device) == moved
