@@ -378,7 +378,7 @@ def engine_trains(bench: Bench) -> None:
         changes["rollout__engine"] = serving.trainer.config.rollout.engine if own else "local"
         trainer: Any = tiny_trainer(bench.subject.trainer_name, bench.place(), optimizer__lr=0.01, **changes)
         if own and serving.engine.own_copy:
-            trainer.engine = serving.engine  # which runs already
+            trainer.sampling.engine = serving.engine  # which runs already
         trainer.learn()
         ended.append(trainer)
     require(ended[0].progress.step == 4, f"a run of 4 steps ends at step {ended[0].progress.step}")
