@@ -105,7 +105,6 @@ NOT_RUN = {
     r"git switch": "the checkout is not the test's",
     r"trainkit eval .*--lm-eval": "it needs lm-eval and data of the hub",
     r"ray (start|stop)": "it needs Ray and several machines; make engines runs with Ray",
-    r"trainkit train .*rollout\.engine='\{name: ray": "it needs Ray; make engines runs with it",
 }
 """Commands that are not executed, as patterns, and why."""
 MOST = ",".join(sorted(path.name for path in (ROOT / "plugins").iterdir() if path.name not in ("sft", "dpo", "kit")))
@@ -142,7 +141,6 @@ STANDS_FOR = [
     (r"(examples run \w+.*)", r"\1 --steps 2 --sft-epochs 1"),
     (r"trainkit --install-completion", "HOME=$PWD bash -c 'trainkit --install-completion; :'"),
     (r"(trainkit train examples/randomwalks/\w+\.yaml)", r"\1 train.epochs=null train.total_steps=2"),
-    (r"(trainkit train ahead\.yaml)", r"\1 rollout.engine=local " + SMALL),  # the engine is vLLM's
     (r"(trainkit train lora\.yaml)", r"\1 " + SMALL),
     (r"(trainkit train ddpo\.yaml)", r"\1 " + SMALL_IMAGES),
     (r"trainkit plugins list --probe", f"TRAINKIT_DISABLE_PLUGINS={MOST} trainkit plugins list --probe"),
@@ -154,7 +152,6 @@ STANDS_FOR = [
     (r"(node_|machine_)(rank[= ])RANK", r"\1\2$rank"),
     (r"(master_addr=|main_process_ip )HOST", r"\g<1>127.0.0.1"),
     (r"postgresql\+psycopg:\S+", "sqlite:///shared.db"),
-    (r" \.\.\.$", " --task FILE.py:function train.run_dir=runs/on-cpus"),
 ]
 """What is executed in place of placeholders, and smaller settings of what would take longer than half a minute."""
 NEW = "A command that cannot run as it is: give it what it needs in WORLD or STANDS_FOR, or a reason in NOT_RUN."

@@ -56,10 +56,9 @@ RUN_ALONE = {"README.md", "docs/getting-started.md", "docs/plugins.md", "docs/tu
 """Pages that have tests of their own, here, in test_tutorial.py and beside the plugin."""
 LAUNCHING = (
     "docs/conformance.md",
+    "docs/distributed.md",
     "docs/getting-started.md",
-    "docs/guides/many-processes.md",
     "docs/plugins.md",
-    "docs/scale.md",
     "docs/sweeps.md",
     "examples/README.md",
 )

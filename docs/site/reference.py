@@ -227,7 +227,8 @@ def api_pages() -> dict[str, str]:
         names = [name for name in exported(module) if tree(f"{module}.{name}") is None]
         own = [name for name in names if not (module == "trainkit" and listed_elsewhere(name))]
         apart = {name: also for name in own if (also := inherited(f"{module}.{name}"))}
-        listed = "".join(f"            - {name}\n" for name in own if name not in apart)
+        plain = [name for name in own if name not in apart and f"{module}.{name}" != TRAINER]
+        listed = "".join(f"            - {name}\n" for name in plain)
         found[API[module]] = f"::: {module}\n    options:\n        members:\n{listed}"
         for name, also in apart.items():
             if f"{module}.{name}" != TRAINER:

@@ -558,7 +558,7 @@ def test_sharding_in_training_arguments_is_taken_over(given: dict[str, Any], sha
     found = translate("trl1", {"SFTConfig": given})
     assert not found.refused
     assert found.config["train"].get("sharding") == sharding
-    assert [remark.field for remark in found.remarks if "docs/scale.md" in remark.text] == [
+    assert [remark.field for remark in found.remarks if "docs/distributed.md" in remark.text] == [
         f"SFTConfig.{name}" for name in given if sharding
     ]
 
@@ -693,7 +693,7 @@ def test_arguments_of_the_accelerator_are_settings(given: dict[str, Any], expect
     found = translate("trl", {"PPOConfig": {"accelerator_kwargs": given}})
     assert not found.refused
     assert {name: found.config["train"].get(name) for name in expected} == expected
-    assert all("docs/scale.md" in remark.text for remark in found.remarks)
+    assert all("docs/distributed.md" in remark.text for remark in found.remarks)
     assert len(found.remarks) == ("sharding" in expected)
     (refused,) = translate("trl", {"PPOConfig": {"accelerator_kwargs": {"split_batches": True}}}).refused
     assert "given split_batches" in refused.text

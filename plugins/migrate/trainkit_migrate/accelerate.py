@@ -24,12 +24,14 @@ def distributed(value: Any, context: Context) -> Settings:
         return {"train.sharding": "fsdp2"}
     if name == "DEEPSPEED":
         return {} if context.get("deepspeed_config") else {"train.sharding": "zero2"}
-    raise RefusedError(f"given {value!r}; write train.sharding: fsdp2, zero2 or zero3 (docs/scale.md)")
+    raise RefusedError(f"given {value!r}; write train.sharding: fsdp2, zero2 or zero3 (docs/distributed.md)")
 
 
 def zero(value: Any, context: Context) -> Settings:
     """Return the sharding of a stage of ZeRO."""
-    context.remarks.append("it is train.sharding, by trainkit-deepspeed; fsdp2 trains every algorithm (docs/scale.md)")
+    context.remarks.append(
+        "it is train.sharding, by trainkit-deepspeed; fsdp2 trains every algorithm (docs/distributed.md)"
+    )
     return {"train.sharding": sharding(value)}
 
 

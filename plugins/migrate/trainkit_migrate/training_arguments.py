@@ -8,7 +8,7 @@ from typing import Any
 
 from trainkit_migrate.conversions import Context, RefusedError, Settings
 
-LAUNCH = "start the processes with torchrun or accelerate launch (docs/scale.md)"
+LAUNCH = "start the processes with torchrun or accelerate launch (docs/distributed.md)"
 SCHEDULES = (
     "constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt", "cosine_with_min_lr",
     "warmup_stable_decay",

@@ -69,7 +69,7 @@ def accelerator(value: Any, context: Context) -> Settings:
         else:
             raise RefusedError(
                 f"given {name}; trainkit makes the accelerator: mixed_precision and fsdp_plugin are taken over, as "
-                "train.mixed_precision and train.sharding (docs/scale.md)"
+                "train.mixed_precision and train.sharding (docs/distributed.md)"
             )
     return found
 

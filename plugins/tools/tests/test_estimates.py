@@ -200,7 +200,7 @@ def totals(need: Need, sharding: str, processes: int) -> dict[str, float]:
 
 
 def test_7b_on_8_gpus_by_arithmetic() -> None:
-    """docs/scale.md#memory: replicated 112 GB; divided 14 GB, with what is gathered and a reference."""
+    """docs/distributed.md#memory: replicated 112 GB; divided 14 GB, with what is gathered and a reference."""
     alone = totals(LLAMA_7B, "none", 8)
     assert alone["update"] == pytest.approx(28 + 28 + 56 + 28 + 10)
     offloaded = replace(LLAMA_7B, leaves=True)  # the reference, after its only pass, if the model is not divided
@@ -221,7 +221,7 @@ def test_7b_on_8_gpus_by_arithmetic() -> None:
 
 
 def test_70b_on_64_gpus_by_arithmetic() -> None:
-    """docs/scale.md#memory: 280 * 4 / 64 = 17.5 GB, two blocks of 3.5, the gradient of one, the root twice: 45 GB."""
+    """docs/distributed.md#memory: 280 * 4 / 64 = 17.5 GB, two blocks of 3.5, one gradient, the root twice: 45 GB."""
     need = Need(
         parameters=70 * 10**9, trained=70 * 10**9, weights=280 * 10**9, gradients=280 * 10**9, optimizer=560 * 10**9,
         reference=0, block=3500 * 10**6, verify=None, root=8400 * 10**6, reference_root=0, leaves=False, step=0,

@@ -266,7 +266,7 @@ def test_sharding_is_taken_over_with_the_launch(tmp_path: Path, caplog: pytest.L
     args = arguments(tmp_path, fsdp=True)
     trainer = DPOTrainer(model, args=args, train_dataset=PAIRS, tokenizer=tokenizer)
     assert trainer.trainer.config.train.sharding == "fsdp2"
-    assert any("docs/scale.md" in line for line in caplog.messages)
+    assert any("docs/distributed.md" in line for line in caplog.messages)
     args = arguments(tmp_path, fsdp=True, fsdp_config={"cpu_ram_efficient_loading": True})
     with pytest.raises(ConfigError, match=r"given cpu_ram_efficient_loading.*train\.sharding: fsdp2"):
         DPOTrainer(model, args=args, train_dataset=PAIRS, tokenizer=tokenizer)

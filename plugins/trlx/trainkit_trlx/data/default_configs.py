@@ -131,5 +131,5 @@ def default_nemo_1_3b_config() -> TRLConfig:
 def _no_nemo() -> NotImplementedError:
     return NotImplementedError(
         "trainkit has no NeMo: take default_ppo_config() or default_ilql_config(), and divide the model with "
-        "train.sharding of trainkit (docs/scale.md)"
+        "train.sharding of trainkit (docs/distributed.md)"
     )

@@ -37,7 +37,7 @@ def get_trainer(name: str) -> Callable[..., Any]:
     if name.lower().startswith("nemo"):
         raise NotImplementedError(
             f"{name} needs NeMo, which trainkit does not have: take the trainer that begins with Accelerate, and "
-            "divide the model with train.sharding of trainkit (docs/scale.md)"
+            "divide the model with train.sharding of trainkit (docs/distributed.md)"
         )
     found: Callable[..., Any] = _found(name, _TRAINERS, "trainer")
     return found
