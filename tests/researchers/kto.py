@@ -63,7 +63,7 @@ class KTOTrainer(AccelerateRLTrainer[KTOConfig]):
     def prepare_step(self, batch: KTOBatch) -> KTOBatch:
         """Return the step with z, the mean of r over all its rows, repeated [B]."""
         sums = torch.zeros(2, dtype=torch.float64)
-        for micro in self.updater.micro_batches(batch):
+        for micro in self.micro_batches(batch):
             micro = micro.to(self.accelerator.device)
             ratios = self.logps(self.unwrapped, micro.sequences) - micro.ref_logps
             sums += torch.stack([ratios.sum(), ratios.new_tensor(len(ratios))]).double().cpu()

@@ -510,6 +510,10 @@ class AcceleratedLoop(TrainerInputs[M]):
                 self.models.learning_rate,
             )
 
+    def micro_batches(self, batch: B) -> list[B]:
+        """Split a batch into the parts that go through the model one at a time."""
+        return self.updater.micro_batches(batch)
+
     def in_micro_batches(self, batch: B, read: Callable[[B], Tensor]) -> Tensor:
         """Apply ``read(micro-batch [b]) -> [b, *]`` to a whole batch [B]; rows keep their order. -> [B, *].
 
