@@ -47,7 +47,7 @@ TYPE_ONLY = {
     ("cli", "config"), ("cli", "runs"), ("cli", "trainer"),
     ("examples", "trainer"),
     ("plugins", "config"), ("plugins", "data"), ("plugins", "rollouts"), ("plugins", "trainer"),
-    ("runs", "data"), ("runs", "trainer"), ("trainer", "data"),
+    ("runs", "data"), ("trainer", "data"),
 }  # fmt: skip
 """Arrows of imports for type checkers alone."""
 ARROWS = 60

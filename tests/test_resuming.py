@@ -77,7 +77,7 @@ def test_where_no_checkpoint_is_whole_the_run_does_not_quietly_start_anew(a_run:
 
 def drifted(run_dir: Path, **changes: Any) -> Any:
     trainer = full("ppo", run_dir, **{"train__total_steps": 4, "train__resume": "auto", **changes})
-    trainer.allow_drift = True
+    trainer.run_state.allow_drift = True
     return trainer
 
 
@@ -208,7 +208,7 @@ def test_another_environment_is_refused(tmp_path: Path) -> None:
 
 def test_another_method_is_refused_also_where_drift_is_allowed(a_run: Path) -> None:
     trainer = full("rloo", a_run, train__total_steps=4, train__resume="auto")
-    trainer.allow_drift = True
+    trainer.run_state.allow_drift = True
     with pytest.raises(CheckpointError, match=r"another method or optimizer: method\.name: 'ppo' -> 'rloo'"):
         trainer.learn()
 

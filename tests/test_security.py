@@ -304,7 +304,7 @@ def test_no_file_of_a_run_has_a_secret(
         )  # fmt: skip
         trainer.learn()
         print(trainer.config, repr(trainer.config))
-    assert trainer.resumed
+    assert trainer.run_state.resumed
     assert keyed == [(f"{CANARY}-1", f"{CANARY}-2")] * 2
     assert CANARY.encode() not in everything(tmp_path / "run")
     assert (tmp_path / "run" / "tensorboard").is_dir()
@@ -668,5 +668,5 @@ def test_training_evaluating_exporting_and_resuming_connect_to_nothing(
             train__total_steps=steps, train__trackers=["tensorboard"], train__eval_interval=1, model__model_path=model,
         )  # fmt: skip
         trainer.learn()
-    assert trainer.resumed
+    assert trainer.run_state.resumed
     assert connections == []

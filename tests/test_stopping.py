@@ -20,9 +20,9 @@ from trainkit.cli import app
 from trainkit.errors import ConfigError, RewardError
 from trainkit.metrics import Mean
 from trainkit.runs import newest_whole, read_state
+from trainkit.runs.parallel import Parallel
 from trainkit.runs.stopping import Interrupted, Stop
 from trainkit.testing.trainers import tiny_trainer
-from trainkit.trainer.parallel import Parallel
 
 SAVING = {"train__save_interval": 10, "train__eval_interval": 10}
 """Checkpoints and evaluations that are due at the end of a run only."""
@@ -148,7 +148,7 @@ def test_resuming_a_stopped_run_says_why_it_ended_and_changes_no_file(tmp_path: 
     trainer.learn()
     assert trainer.progress.step == 3
     assert files(tmp_path / "run") == before
-    assert trainer.resumed[1:] == [
+    assert trainer.run_state.resumed[1:] == [
         "the run was ended after step 3: enough. It continues only if train.total_steps, train.epochs, train.health or "
         "plugins is changed"
     ]
@@ -169,7 +169,10 @@ def test_a_stopped_run_continues_if_its_length_is_changed_as_if_it_had_not_been_
     assert trainer.progress.stop_reason == ""
     assert same(trainer, straight)
     key = next(iter(change)).replace("__", ".")
-    assert trainer.resumed[-1] == f"the run was ended after step 3: enough. It continues, because of a change of {key}"
+    assert (
+        trainer.run_state.resumed[-1]
+        == f"the run was ended after step 3: enough. It continues, because of a change of {key}"
+    )
 
 
 @pytest.mark.slow

@@ -344,7 +344,7 @@ def test_an_output_without_unicode_does_not_end_the_run() -> None:
 def test_a_loop_that_the_user_drives_has_lines_instead_of_the_table() -> None:
     shown, text = console(terminal=True)
     trainer = stub_trainer()
-    trainer.learning = False
+    trainer.run_state.learning = False
     shown.log_metrics(trainer, 1, {"loss/total": 1.0})
     shown.on_evaluate(step=1, metrics={"eval/reward": 1.0}, samples=[{"prompt": "a", "output": "b"}])
     shown.on_train_end(trainer)
@@ -373,7 +373,7 @@ def test_a_loop_that_begins_before_learn_has_an_end_from_when_learn_drives_it(tm
 def history_of(count: int, *, terminal: bool = False, names: tuple[str, ...] = ("reward",)) -> list[str]:
     shown, text = console(terminal=terminal)
     trainer = stub_trainer()
-    trainer.learning = not terminal
+    trainer.run_state.learning = not terminal
     shown.on_train_begin(trainer)
     for step in range(count):
         shown.on_evaluate(step=step, metrics={f"eval/{name}": float(step) for name in (*names, "time")}, samples=[])

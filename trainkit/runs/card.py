@@ -17,9 +17,7 @@ from trainkit.runs.record import Record, main_metric
 from trainkit.security import is_secret
 
 if TYPE_CHECKING:
-    from trainkit.trainer.setup import PreparedTrainer
-
-    Trainer = PreparedTrainer[Any]
+    from trainkit.runs.view import RunView
 
 CARD, CURVE = "README.md", "curve.svg"
 POINTS = 200
@@ -29,7 +27,7 @@ OURS = "<!-- Every export by trainkit writes this file anew. Remove this line to
 LIBRARIES = ("torch", "transformers")
 
 
-def write(trainer: Trainer, building: Path, target: Path) -> None:
+def write(trainer: RunView, building: Path, target: Path) -> None:
     """Write the model card of an export into ``building``, replacing any that a library has written there.
 
     A card in ``target``, the destination of the export, is kept if it was written by hand. The curve that a card shows
@@ -50,7 +48,7 @@ def written_by_hand(path: Path) -> bool:
     return path.exists() and OURS not in path.read_text(encoding="utf-8", errors="replace")
 
 
-def model_card(trainer: Trainer, line: Line | None) -> str:
+def model_card(trainer: RunView, line: Line | None) -> str:
     """Return the text of the model card, which shows the curve ``line`` if there is one.
 
     Equal runs with equal libraries give equal cards, on any machine.
@@ -74,14 +72,14 @@ def model_card(trainer: Trainer, line: Line | None) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def curve(trainer: Trainer) -> Line | None:
+def curve(trainer: RunView) -> Line | None:
     """Return the metric that says best how good the model is, over the steps so far; None if none is recorded."""
     run = Record(trainer.run_dir) if trainer.run_dir is not None else None
     metric = main_metric(run.series) if run is not None else None
     return None if run is None or metric is None else line_over_steps(metric, [run.series[metric]], POINTS)
 
 
-def base_model(trainer: Trainer) -> str | None:
+def base_model(trainer: RunView) -> str | None:
     """Return the hub id of the model that the run started from, or None if it has none."""
     live = trainer.live_model
     path = trainer.config.model.model_path if live is None else _name(live)
@@ -117,7 +115,7 @@ def _loading(method: str, code: str | None) -> str:
     )
 
 
-def _facts(trainer: Trainer) -> dict[str, str]:
+def _facts(trainer: RunView) -> dict[str, str]:
     core, *plugins = trainer.makers
     made = {"method": trainer.config.method.name}
     made |= {f"plugin {plugin['name']}": said(plugin) for plugin in plugins}
@@ -127,7 +125,7 @@ def _facts(trainer: Trainer) -> dict[str, str]:
     return {**made, "steps": str(trainer.progress.step), **ended, "samples": str(trainer.progress.trained)}
 
 
-def _evaluation(trainer: Trainer) -> str:
+def _evaluation(trainer: RunView) -> str:
     at, found = trainer.progress.evaluated, trainer.progress.evaluation
     numbers = {
         name.removeprefix("eval/"): f"{value:.4g}"

@@ -26,9 +26,7 @@ from trainkit.runs.record import main_metric, read_lines
 
 if TYPE_CHECKING:
     from trainkit.data import Rollouts
-    from trainkit.trainer.loop import AcceleratedLoop
-
-    Trainer = AcceleratedLoop[Any]
+    from trainkit.runs.view import RunView
 
 Sample = dict[str, Any]
 
@@ -77,7 +75,7 @@ class Console:
         self._pace, self._last_line = Pace(), time.monotonic()
 
     @hookimpl(trylast=True)  # so that no other hook can fail after the table is started
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: RunView) -> None:
         """Show the method and the run's directory; on a terminal, start the table."""
         self._reset(f"{trainer.config.method.name}  {trainer.run_dir}")
         self._running = True
@@ -89,15 +87,15 @@ class Console:
         if self._live is None:
             steps = f"  {self._total} steps" if self._followed else ""
             self._say(f"{trainer.config.method.name}{steps}  {trainer.run_dir}")
-        for note in trainer.resumed:
+        for note in trainer.run_state.resumed:
             self._say(note)
 
-    def _follow(self, trainer: Trainer) -> None:
+    def _follow(self, trainer: RunView) -> None:
         """Show where the run ends, and on a terminal the table, from when `learn` makes its steps.
 
         A loop of the user's own may end anywhere, and may print anything.
         """
-        if self._followed or not trainer.learning:
+        if self._followed or not trainer.run_state.learning:
             return
         self._followed, self._total = True, trainer.total_steps
         if self.output.is_terminal and not self.output.is_dumb_terminal:
@@ -110,7 +108,7 @@ class Console:
             self._sample = excerpt(rollouts[-1].prompts[-1], rollouts[-1].outputs[-1])
 
     @hookimpl
-    def log_metrics(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
+    def log_metrics(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:
         """Keep the metrics; if there is no table and the interval is over, print them."""
         trained = {name: value for name, value in metrics.items() if not name.startswith("eval/")}
         if self._running:
@@ -142,7 +140,7 @@ class Console:
             self._say(f"{self._step_of_total()}  evaluation  {shown}{sample}")
 
     @hookimpl(tryfirst=True)
-    def on_train_end(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: RunView) -> None:
         """Stop the table, print the evaluations as a table that stays, and how the run ended."""
         self._stop_live()
         if not self._running:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
@@ -15,9 +15,7 @@ from trainkit.runs.record import main_metric
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from trainkit.trainer.setup import PreparedTrainer
-
-    Trainer = PreparedTrainer[Any]
+    from trainkit.runs.view import RunView
 
 ROWS = 10
 """Evaluations that the table of a history has at most."""
@@ -119,7 +117,7 @@ class Charts(Mapping[str, str]):
         return Markup().join(map(_figure, self, self.values())) or "no metrics yet"
 
 
-def overview(trainer: Trainer) -> Markup:
+def overview(trainer: RunView) -> Markup:
     """Return a table of a trainer: the method, the directory, how far the run is, and the last evaluation."""
     at, total = trainer.progress, trainer.total_steps if trainer.pipeline is not None else 0
     early = f"ended early: {at.stop_reason}" if at.stop_reason else ""

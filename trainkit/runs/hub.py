@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainkit.errors import ConfigError, DataError, HubError, TrainkitError, describe, printable
 from trainkit.plain import to_yaml
@@ -21,9 +21,7 @@ from trainkit.security import hidden
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-    from trainkit.trainer.setup import PreparedTrainer
-
-    Trainer = PreparedTrainer[Any]
+    from trainkit.runs.view import RunView
 
 log = logging.getLogger(__name__)
 _HINTS = {
@@ -188,7 +186,7 @@ def _bars_on_terminals() -> Iterator[None]:
             utils.enable_progress_bars()  # type: ignore[attr-defined]
 
 
-def push_at_end(trainer: Trainer) -> None:
+def push_at_end(trainer: RunView) -> None:
     """Publish the export of a run that has ended, if `train.push_to_hub` is set.
 
     A failure is logged with the command that tries again: the model is saved. Only the main process publishes, and the

@@ -14,9 +14,7 @@ from trainkit.plugins import hookimpl
 
 if TYPE_CHECKING:
     from trainkit.data import Rollouts
-    from trainkit.trainer.loop import AcceleratedLoop
-
-    Trainer = AcceleratedLoop[Any]
+    from trainkit.runs.view import RunView
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +30,7 @@ class JsonLines:
     """``metrics.jsonl``, and ``samples.jsonl`` with every evaluated sample and the rollouts of some collections."""
 
     @hookimpl
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: RunView) -> None:
         """Remove the lines written after the checkpoint that this run resumes from: they will be written again."""
         at = trainer.progress.step or -1  # the evaluation before the first step is made again
         for name in ("metrics.jsonl", "health.jsonl"):
@@ -41,21 +39,21 @@ class JsonLines:
         _keep_lines(trainer.run_dir, "samples.jsonl", lambda line: line["step"] <= at - (line["kind"] == "rollout"))
 
     @hookimpl
-    def log_metrics(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
+    def log_metrics(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:
         """Append a line of metrics."""
         append(trainer.run_dir, "metrics.jsonl", [{"step": step, **metrics}])
 
     @hookimpl
-    def on_evaluate(self, trainer: Trainer, step: int, samples: list[Sample]) -> None:
+    def on_evaluate(self, trainer: RunView, step: int, samples: list[Sample]) -> None:
         """Append a line per evaluated sample, without its tensors."""
         plain = [{key: value for key, value in sample.items() if not isinstance(value, Tensor)} for sample in samples]
         records = [{"step": step, "kind": "evaluation", **sample} for sample in plain]
         append(trainer.run_dir, "samples.jsonl", records)
 
     @hookimpl
-    def on_experience(self, trainer: Trainer, rollouts: list[Rollouts], experience: Any) -> None:
+    def on_experience(self, trainer: RunView, rollouts: list[Rollouts], experience: Any) -> None:
         """Append a line for each rollout of a collection that `is_recorded`, on this process."""
-        if not is_recorded(trainer._collection.number):
+        if not is_recorded(trainer.collection_number):
             return
         at = {"step": trainer.progress.step, "kind": "rollout"}
         records = [{**at, **record} for part in rollouts for record in _records(part)]

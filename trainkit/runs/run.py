@@ -54,9 +54,7 @@ from trainkit.runs.trackers import default_trackers
 from trainkit.security import file_name
 
 if TYPE_CHECKING:
-    from trainkit.trainer.setup import PreparedTrainer
-
-    Trainer = PreparedTrainer[Any]
+    from trainkit.runs.view import RunView
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +94,7 @@ def trackers(entries: list[str | PluginConfig], accelerator: Accelerator) -> lis
 
 
 @contextmanager
-def running(trainer: Trainer) -> Iterator[None]:
+def running(trainer: RunView) -> Iterator[None]:
     """Begin a run, and end it on exit: lock its directory, call the hooks `on_train_begin` and `on_train_end`.
 
     A run that saves checkpoints records signals for `requests`; they end any other run at once.
@@ -105,13 +103,13 @@ def running(trainer: Trainer) -> Iterator[None]:
         HookError: an observer failed in `on_train_end`; all others were called. If the run itself ends with an error,
             that error is raised, and the observer's is logged.
     """
-    trainer.learning = True
+    trainer.run_state.learning = True
     begin(trainer)
     assert trainer.run_dir is not None
     _lock(trainer, trainer.run_dir)  # an earlier run of the same trainer has released it
-    trainer._clock = time.perf_counter()
-    trainer._before, trainer.updater.changing = None, False  # an earlier run may have ended with an error
-    stop, config = trainer._stop, trainer.config.train
+    trainer.run_state.clock = time.perf_counter()
+    trainer.forget_last_step()  # an earlier run may have ended with an error
+    stop, config = trainer.run_state.stop, trainer.config.train
     limit = config.timeout if trainer.parallel.world > 1 else None
     try:
         with without_progress_bars(), signals_noted(stop, bool(config.save_interval)), watched(stop, limit):
@@ -132,7 +130,7 @@ def running(trainer: Trainer) -> Iterator[None]:
         raise failures[0]
 
 
-def _lost(trainer: Trainer, limit: float) -> ProcessError:
+def _lost(trainer: RunView, limit: float) -> ProcessError:
     rank, step = trainer.parallel.rank, trainer.progress.step
     return ProcessError(
         f"process {rank} waited for another process after step {step}, which has ended, or made no progress for "
@@ -140,13 +138,13 @@ def _lost(trainer: Trainer, limit: float) -> ProcessError:
     )
 
 
-def _end(trainer: Trainer) -> list[HookError]:
+def _end(trainer: RunView) -> list[HookError]:
     """Call the hook `on_train_end`, release the directory, and return the errors of the hook."""
     try:
         answers = trainer.hooks.hook.on_train_end(trainer=trainer)
     finally:
-        trainer._stop.reason = ""
-        trainer.learning = False
+        trainer.run_state.stop.reason = ""
+        trainer.run_state.learning = False
         _unlock(trainer)
     return [answer for answer in answers if isinstance(answer, HookError)]
 
@@ -156,12 +154,12 @@ def _log_errors(failures: list[HookError]) -> None:
         log.error("%s", failure, exc_info=failure.__cause__)
 
 
-def requests(trainer: Trainer) -> tuple[int, bool]:
+def requests(trainer: RunView) -> tuple[int, bool]:
     """Return the signal by which any of the processes was asked to end, 0 if none was, and whether one should save.
 
     All processes call it. A request to save is returned once.
     """
-    stop = trainer._stop
+    stop = trainer.run_state.stop
     stop.progressed()
     asked, saves = stop.asked, stop.saves
     if trainer.parallel.world > 1:
@@ -171,21 +169,21 @@ def requests(trainer: Trainer) -> tuple[int, bool]:
     return asked, saves
 
 
-def ends_early(trainer: Trainer) -> bool:
+def ends_early(trainer: RunView) -> bool:
     """Return whether the run ends at this step because a process has called `trainer.stop`, and record the reason.
 
     The reason is that of the first process that has one. If the run is done anyway, `trainer.stop` has no effect.
     """
-    if trainer.done or not trainer.parallel.any_rank(bool(trainer._stop.reason)):
+    if trainer.done or not trainer.parallel.any_rank(bool(trainer.run_state.stop.reason)):
         return False
     at = trainer.progress
-    at.stop_reason = next(filter(None, trainer.gather([trainer._stop.reason])))
+    at.stop_reason = next(filter(None, trainer.gather([trainer.run_state.stop.reason])))
     if trainer.parallel.is_main:
         log.warning("the run ends after step %d: %s", at.step, printable(at.stop_reason))
     return True
 
 
-def heed(trainer: Trainer, verdicts: list[Verdict]) -> None:
+def heed(trainer: RunView, verdicts: list[Verdict]) -> None:
     """Log what the health monitor has found, append it to ``health.jsonl``, and end the run if `train.health` says so.
 
     All processes have found the same.
@@ -202,7 +200,7 @@ def heed(trainer: Trainer, verdicts: list[Verdict]) -> None:
             trainer.stop(f"health: {verdict.message}")
 
 
-def stop(trainer: Trainer, signum: int) -> NoReturn:
+def stop(trainer: RunView, signum: int) -> NoReturn:
     """Save a checkpoint and end the process.
 
     Raises:
@@ -214,7 +212,7 @@ def stop(trainer: Trainer, signum: int) -> NoReturn:
     raise SystemExit(128 + signum)
 
 
-def begin(trainer: Trainer) -> None:
+def begin(trainer: RunView) -> None:
     """Create and lock the run directory, resume if the config says so, call `on_train_begin`. Later calls do nothing.
 
     Raises:
@@ -237,21 +235,21 @@ def begin(trainer: Trainer) -> None:
         trainer.parallel.sync_errors(lambda: _tidy(trainer, run_dir) if trainer.parallel.is_main else None)
         trainer.hooks.hook.on_train_begin(trainer=trainer)
     except BaseException:
-        trainer.learning = False
+        trainer.run_state.learning = False
         _unlock(trainer)
         raise
 
 
-def _lock(trainer: Trainer, run_dir: Path) -> None:
+def _lock(trainer: RunView, run_dir: Path) -> None:
     def lock() -> None:
-        if trainer._lock is None and trainer.parallel.is_main:
-            trainer._lock = RunLock(run_dir)
+        if trainer.run_state.lock is None and trainer.parallel.is_main:
+            trainer.run_state.lock = RunLock(run_dir)
 
     trainer.parallel.sync_errors(lock)
 
 
-def _unlock(trainer: Trainer) -> None:
-    lock, trainer._lock = trainer._lock, None
+def _unlock(trainer: RunView) -> None:
+    lock, trainer.run_state.lock = trainer.run_state.lock, None
     if lock is not None:
         lock.release()
 
@@ -272,7 +270,7 @@ def _check_directory(run_dir: Path, config: TRLConfig[Any]) -> None:
         )
 
 
-def _tidy(trainer: Trainer, run_dir: Path) -> None:
+def _tidy(trainer: RunView, run_dir: Path) -> None:
     """Write the configuration and a line about this start unless the run is finished; remove what killed ones left."""
     if not finished(trainer):
         trainer.config.save_yaml(run_dir / "config.yaml", places=True)
@@ -281,7 +279,7 @@ def _tidy(trainer: Trainer, run_dir: Path) -> None:
         checkpoint.remove_leftovers(root)
 
 
-def _start(trainer: Trainer) -> dict[str, Any]:
+def _start(trainer: RunView) -> dict[str, Any]:
     """Return what a process runs with that begins or resumes the run."""
     device = trainer.accelerator.device
     return {
@@ -295,7 +293,7 @@ def _start(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def finished(trainer: Trainer) -> bool:
+def finished(trainer: RunView) -> bool:
     """Return whether the run has made its last step and exported the model, so that nothing is left to do."""
     assert trainer.run_dir is not None
     return trainer.done and exported_step(trainer.run_dir / "model") == trainer.progress.step
@@ -308,7 +306,7 @@ def _unused(path: Path) -> Path:
 # --------------------------------------------------------------------------------------------------- checkpoints
 
 
-def fingerprint_start(trainer: Trainer, reference: Any) -> str | None:
+def fingerprint_start(trainer: RunView, reference: Any) -> str | None:
     """Return a fingerprint of the initial weights that checkpoints need and do not contain; None if there are none.
 
     They are the reference's if it is the model's start, otherwise the frozen ones.
@@ -320,7 +318,7 @@ def fingerprint_start(trainer: Trainer, reference: Any) -> str | None:
     return fingerprint(frozen) if frozen else None
 
 
-def _load_trained(trainer: Trainer, state: Mapping[str, Any], loop: Mapping[str, Any]) -> None:
+def _load_trained(trainer: RunView, state: Mapping[str, Any], loop: Mapping[str, Any]) -> None:
     """Load a state that `trained` returned.
 
     Raises:
@@ -341,7 +339,7 @@ def _load_trained(trainer: Trainer, state: Mapping[str, Any], loop: Mapping[str,
                 tensor.copy_(divided_like(tensor, checkpoint.whole(state[name])))
 
 
-def resume(trainer: Trainer, root: Path) -> None:
+def resume(trainer: RunView, root: Path) -> None:
     """Resume from a checkpoint if the config says so; ``root`` is the directory of the run's own checkpoints.
 
     Raises:
@@ -360,7 +358,7 @@ def resume(trainer: Trainer, root: Path) -> None:
         load(trainer, Path(wanted))
 
 
-def load(trainer: Trainer, path: Path) -> None:
+def load(trainer: RunView, path: Path) -> None:
     """Load the checkpoint at ``path``, or the newest intact one under it.
 
     Raises:
@@ -371,10 +369,10 @@ def load(trainer: Trainer, path: Path) -> None:
     state = checkpoint.read_state(path, "loop")
     state |= _own_method(trainer, path, state["processes"])
     drift = [*_check_identity(trainer, state, path), *provenance.changes(state.get("makers"), trainer.makers)]
-    trainer._recorded_frozen = state["frozen"]
+    trainer.run_state.recorded_frozen = state["frozen"]
     trainer.store.clear()
     recorded = state.get("progress", {})
-    trainer.recorded_trunk = recorded.get("keeps_trunk")
+    trainer.run_state.recorded_trunk = recorded.get("keeps_trunk")
     if trainer.collects_once:
         trainer.fill_store()  # an offline store is not saved: the dataset and the initial model determine it
     filled = trainer.progress.prompts
@@ -388,16 +386,16 @@ def load(trainer: Trainer, path: Path) -> None:
     at.position = _position(trainer, state)
     _load_held(trainer, path, state["processes"], filled)
     trainer.recorder.pending = {}
-    trainer.resumed = [f"resumed from {path} at step {at.step}", *(f"  changed: {line}" for line in drift)]
+    trainer.run_state.resumed = [f"resumed from {path} at step {at.step}", *(f"  changed: {line}" for line in drift)]
     if trainer.accelerator.device.type != "cpu":
-        trainer.resumed.append(
+        trainer.run_state.resumed.append(
             "  this device may add in another order, so a run without the stop could differ by rounding"
         )
     if at.stop_reason:
-        trainer.resumed.append(_stopped(trainer, state["config"]))
+        trainer.run_state.resumed.append(_stopped(trainer, state["config"]))
 
 
-def _own_method(trainer: Trainer, path: Path, there: int) -> dict[str, Any]:
+def _own_method(trainer: RunView, path: Path, there: int) -> dict[str, Any]:
     """Return the state of the algorithm in this process, if it is not the same on the ``there`` processes.
 
     Raises:
@@ -415,7 +413,7 @@ def _own_method(trainer: Trainer, path: Path, there: int) -> dict[str, Any]:
     return checkpoint.read_state(path, f"{METHOD}-{rank:05d}")
 
 
-def _position(trainer: Trainer, state: Mapping[str, Any]) -> int:
+def _position(trainer: RunView, state: Mapping[str, Any]) -> int:
     """Return the minibatches made in the pass of a checkpoint, in those of this run's `train.batch_size`."""
     made: int = state["progress"]["position"] * state["config"]["train"]["batch_size"]
     return made // trainer.config.train.batch_size
@@ -431,7 +429,7 @@ def _model_state(path: Path, state: dict[str, Any]) -> Mapping[str, Any]:
     return model
 
 
-def _load_held(trainer: Trainer, path: Path, there: int, filled: int) -> None:
+def _load_held(trainer: RunView, path: Path, there: int, filled: int) -> None:
     """Load what each process holds of the collections; divide it anew if ``there`` were other processes.
 
     ``filled`` are the prompts, or samples, of an offline store in this process.
@@ -450,7 +448,7 @@ def _load_held(trainer: Trainer, path: Path, there: int, filled: int) -> None:
         trainer.ahead.load(states, anew=there != world)
 
 
-def _stopped(trainer: Trainer, before: Mapping[str, Any]) -> str:
+def _stopped(trainer: RunView, before: Mapping[str, Any]) -> str:
     """Return what to log about a run that `trainer.stop` ended; it continues if the config says so."""
     at = trainer.progress
     told = f"the run was ended after step {at.step}: {at.stop_reason}"
@@ -482,12 +480,12 @@ def _whole_at(path: Path) -> Path:
     return found
 
 
-def _check_identity(trainer: Trainer, state: Mapping[str, Any], path: Path) -> list[str]:
+def _check_identity(trainer: RunView, state: Mapping[str, Any], path: Path) -> list[str]:
     """Return the differences from the run that made a checkpoint; raise a CheckpointError unless they are allowed."""
     now = identity(trainer)
     drift = checkpoint.config_drift(state["config"], now["config"])
     fixed = [line for line in drift if not line.startswith(MAY_CHANGE) or line.startswith(MUST_NOT_CHANGE)]
-    if fixed and not trainer.allow_drift:
+    if fixed and not trainer.run_state.allow_drift:
         raise CheckpointError(
             f"{path} was made with another configuration; resuming would not continue that run:\n  "
             + "\n  ".join(fixed)
@@ -498,7 +496,7 @@ def _check_identity(trainer: Trainer, state: Mapping[str, Any], path: Path) -> l
             f"{path} was made with another method or optimizer: {'; '.join(never)}. Set it back, or start a new run"
         )
     data = [f"data: {name} changed" for name in differing(state["data"], now["data"])]
-    if data and not trainer.allow_drift:
+    if data and not trainer.run_state.allow_drift:
         raise CheckpointError(
             f"{path} belongs to a run with other data, and resuming would not continue that run:\n  "
             + "\n  ".join(data)
@@ -510,13 +508,13 @@ def _check_identity(trainer: Trainer, state: Mapping[str, Any], path: Path) -> l
         weights.append(f"initial model: {state['reference']} there, {now['reference']} here")
     if _differ(state["frozen"], now["frozen"]):
         weights.append(_frozen_line(state["frozen"], now["frozen"]))
-    if weights and not trainer.allow_drift:
+    if weights and not trainer.run_state.allow_drift:
         raise CheckpointError(f"{path} belongs to a run with another {'; another '.join(weights)}")
     processes = [f"processes: {state['processes']} there, {now['processes']} here"]
     return [*fixed, *data, *weights, *(processes if state["processes"] != now["processes"] else [])]
 
 
-def check_frozen(trainer: Trainer, policy: Policy) -> None:
+def check_frozen(trainer: RunView, policy: Policy) -> None:
     """Check that a model which is frozen after a run has resumed is one that the run was made with.
 
     A checkpoint does not know models that the run first used later.
@@ -524,14 +522,14 @@ def check_frozen(trainer: Trainer, policy: Policy) -> None:
     Raises:
         CheckpointError: the checkpoint is of a run with another frozen model instead.
     """
-    there = trainer._recorded_frozen
+    there = trainer.run_state.recorded_frozen
     if there is None:
         return
     known = [each.fingerprint for each in trainer.models.frozen if each.loaded]
     here = [*known, fingerprint(policy.state_dict())]
     if not _differ(there, here):
         return
-    if not trainer.allow_drift:
+    if not trainer.run_state.allow_drift:
         raise CheckpointError(f"the run has resumed from that of another {_frozen_line(there, here)}")
     log.warning("the run has resumed from that of another %s", _frozen_line(there, here))
 
@@ -548,7 +546,7 @@ def _frozen_line(there: list[str], here: list[str]) -> str:
 # ------------------------------------------------------------------------------------------------------- exports
 
 
-def export(trainer: Trainer, directory: str | Path | None = None) -> Path:
+def export(trainer: RunView, directory: str | Path | None = None) -> Path:
     """Write the model by the trainer's `write_model`, and return its directory.
 
     The export is built in a temporary directory and then moved into place. Other files in the directory are kept.
@@ -589,7 +587,7 @@ def export(trainer: Trainer, directory: str | Path | None = None) -> Path:
     return target
 
 
-def _verifies(trainer: Trainer) -> bool:
+def _verifies(trainer: RunView) -> bool:
     """Return whether exports are loaded again and compared: not if the model is divided among processes."""
     wanted = trainer.config.train.verify_export
     if wanted is None:
@@ -597,7 +595,7 @@ def _verifies(trainer: Trainer) -> bool:
     return wanted and not trainer.sharding.stays_divided
 
 
-def _write_export(trainer: Trainer, building: Path, target: Path) -> None:
+def _write_export(trainer: RunView, building: Path, target: Path) -> None:
     trainer.write_model(building, target)
     card.write(trainer, building, target)
     mark = {"method": trainer.config.method.name, "step": trainer.progress.step}
@@ -612,7 +610,7 @@ def exported_step(directory: Path) -> int | None:
         return None
 
 
-def keep_best(trainer: Trainer, found: Mapping[str, float]) -> None:
+def keep_best(trainer: RunView, found: Mapping[str, float]) -> None:
     """Export to ``best/`` if the evaluation is the best so far, by what `Trainer.compared` returns for it.
 
     Raises:

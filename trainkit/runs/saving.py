@@ -19,10 +19,7 @@ from trainkit.runs import checkpoint
 from trainkit.runs.resharding import local
 
 if TYPE_CHECKING:
-    from trainkit.trainer.setup import PreparedTrainer
-
-    Trainer = PreparedTrainer[Any]
-
+    from trainkit.runs.view import RunView
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +61,7 @@ class Saving:
         self._thread.shutdown(wait=False)
 
 
-def save_if_due(trainer: Trainer, done: bool, *, asked: bool = False) -> None:
+def save_if_due(trainer: RunView, done: bool, *, asked: bool = False) -> None:
     """Save a checkpoint at the config's interval, when the run is ``done``, and when it was ``asked`` to.
 
     Otherwise finish one that has been written.
@@ -77,7 +74,7 @@ def save_if_due(trainer: Trainer, done: bool, *, asked: bool = False) -> None:
 
 
 @contextmanager
-def unless_it_goes_on(trainer: Trainer) -> Iterator[None]:
+def unless_it_goes_on(trainer: RunView) -> Iterator[None]:
     """Log an error of saving inside the block instead of raising it, if `train.on_save_error` is ``continue``."""
     try:
         yield
@@ -88,7 +85,7 @@ def unless_it_goes_on(trainer: Trainer) -> Iterator[None]:
             log.error("step %d: %s. The run goes on (train.on_save_error)", trainer.progress.step, error)
 
 
-def _save_if_due(trainer: Trainer, done: bool, asked: bool) -> None:
+def _save_if_due(trainer: RunView, done: bool, asked: bool) -> None:
     every = trainer.config.train.save_interval
     if not every or not (done or asked or trainer.progress.step % every == 0):
         finish(trainer, wait=False)
@@ -98,7 +95,7 @@ def _save_if_due(trainer: Trainer, done: bool, asked: bool) -> None:
         save_later(trainer)
 
 
-def save(trainer: Trainer, root: Path | None = None) -> Path:
+def save(trainer: RunView, root: Path | None = None) -> Path:
     """Write a complete checkpoint or none, and return its path. All processes call it; each saves its own store.
 
     Args:
@@ -118,7 +115,7 @@ def save(trainer: Trainer, root: Path | None = None) -> Path:
     return target
 
 
-def save_later(trainer: Trainer) -> None:
+def save_later(trainer: RunView) -> None:
     """Copy everything that a checkpoint holds, and let a thread write it; `finish` makes the checkpoint complete.
 
     Raises:
@@ -133,10 +130,10 @@ def save_later(trainer: Trainer) -> None:
     with _building(trainer) as building:
         apart = _states_differ(trainer)
         trainer.parallel.sync_errors(lambda: _parts(trainer, keep, apart))
-        trainer._saving = Saving(building, trainer.progress.step, parts)
+        trainer.run_state.saving = Saving(building, trainer.progress.step, parts)
 
 
-def finish(trainer: Trainer, *, wait: bool = True) -> None:
+def finish(trainer: RunView, *, wait: bool = True) -> None:
     """Make a checkpoint complete whose parts a thread has written, and call `on_save`. All processes call it.
 
     Args:
@@ -146,7 +143,7 @@ def finish(trainer: Trainer, *, wait: bool = True) -> None:
     Raises:
         CheckpointError: as `save`.
     """
-    saving = trainer._saving
+    saving = trainer.run_state.saving
     if saving is None or (not wait and trainer.parallel.any_rank(not saving.job.done())):
         return
     try:
@@ -164,7 +161,7 @@ def finish(trainer: Trainer, *, wait: bool = True) -> None:
     trainer.hooks.hook.on_save(trainer=trainer, step=saving.step, path=target)
 
 
-def save_after_error(trainer: Trainer, error: BaseException) -> None:
+def save_after_error(trainer: RunView, error: BaseException) -> None:
     """Save the state after the last finished step, if checkpoints are wanted and that step has none; log if that fails.
 
     With several processes this needs all of them, so it is only done if all have the error.
@@ -181,7 +178,7 @@ def save_after_error(trainer: Trainer, error: BaseException) -> None:
         log.error("the run ends with an error after step %d, which cannot be saved: %s", trainer.progress.step, other)
 
 
-def save_once(trainer: Trainer) -> Path:
+def save_once(trainer: RunView) -> Path:
     """Save the state after the last step, which an error follows, unless there is a checkpoint; return its path."""
     assert trainer.run_dir is not None
     finish(trainer)
@@ -192,7 +189,7 @@ def save_once(trainer: Trainer) -> Path:
     return target
 
 
-def finish_after_error(trainer: Trainer) -> None:
+def finish_after_error(trainer: RunView) -> None:
     """Make a checkpoint complete that is being written when the run ends with an error; log if that fails, too.
 
     With several processes it is abandoned: they cannot agree on anything then. Earlier checkpoints remain.
@@ -205,15 +202,15 @@ def finish_after_error(trainer: Trainer) -> None:
     abandon(trainer)
 
 
-def abandon(trainer: Trainer) -> None:
+def abandon(trainer: RunView) -> None:
     """Let go of the checkpoint that is being written, if there is one."""
-    saving, trainer._saving = trainer._saving, None
+    saving, trainer.run_state.saving = trainer.run_state.saving, None
     if saving is not None:
         saving.close()
 
 
 @contextmanager
-def _building(trainer: Trainer, root: Path | None = None) -> Iterator[Path]:
+def _building(trainer: RunView, root: Path | None = None) -> Iterator[Path]:
     """Make a directory in which a checkpoint is built inside the block."""
     assert trainer.run_dir is not None
     root, step = root or trainer.run_dir / "checkpoints", trainer.progress.step
@@ -224,7 +221,7 @@ def _building(trainer: Trainer, root: Path | None = None) -> Iterator[Path]:
 
 
 @contextmanager
-def _explained(trainer: Trainer, building: Path) -> Iterator[None]:
+def _explained(trainer: RunView, building: Path) -> Iterator[None]:
     """Remove the directory after an error inside the block; raise errors of writing as a CheckpointError."""
     try:
         yield
@@ -251,7 +248,7 @@ def _exists(place: Path) -> bool:
         return False
 
 
-def _bytes(trainer: Trainer) -> int:
+def _bytes(trainer: RunView) -> int:
     """Return about how many bytes a checkpoint has: the trained weights and the optimizer's state, of all processes."""
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     state = (value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor))
@@ -259,7 +256,7 @@ def _bytes(trainer: Trainer) -> int:
     return own * (trainer.parallel.world if trainer.sharding.divides else 1)
 
 
-def _states_differ(trainer: Trainer) -> bool:
+def _states_differ(trainer: RunView) -> bool:
     """Return whether the state of the algorithm is not the same on all processes."""
     if trainer.parallel.world == 1:
         return False
@@ -267,7 +264,7 @@ def _states_differ(trainer: Trainer) -> bool:
     return len(set(trainer.gather([own]))) > 1
 
 
-def _parts(trainer: Trainer, put: Callable[[str, checkpoint.State], object], apart: bool) -> None:
+def _parts(trainer: RunView, put: Callable[[str, checkpoint.State], object], apart: bool) -> None:
     """Call ``put`` with the name and the state of each part of a checkpoint that this process writes.
 
     The state of the algorithm is one of them if it is that of this process alone (``apart``).
@@ -293,7 +290,7 @@ def _parts(trainer: Trainer, put: Callable[[str, checkpoint.State], object], apa
         put("loop", loop)
 
 
-def refuse_non_finite(trainer: Trainer) -> None:
+def refuse_non_finite(trainer: RunView) -> None:
     """Raise a NonFiniteError if a weight is NaN or infinite, before a checkpoint or an export is made of it."""
     weights = ((name, local(p)) for name, p in trainer.unwrapped.named_parameters())
     broken = [name for name, part in weights if not part.isfinite().all()]
@@ -304,7 +301,7 @@ def refuse_non_finite(trainer: Trainer) -> None:
         )
 
 
-def identity(trainer: Trainer) -> dict[str, Any]:
+def identity(trainer: RunView) -> dict[str, Any]:
     """Return what is compared between a checkpoint and the run that resumes from it."""
     return {
         "config": trainer.config.to_dict(),

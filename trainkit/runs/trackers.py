@@ -25,9 +25,7 @@ from trainkit.runs.console import Console
 from trainkit.runs.journal import JsonLines, Sample
 
 if TYPE_CHECKING:
-    from trainkit.trainer.loop import AcceleratedLoop
-
-    Trainer = AcceleratedLoop[Any]
+    from trainkit.runs.view import RunView
 
 ROWS = 16
 """The number of samples of an evaluation that trackers show in a table."""
@@ -71,18 +69,18 @@ class AccelerateTracker:
         self._close: Callable[[], object] = lambda: None
 
     @hookimpl
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: RunView) -> None:
         """Record the run's step. The tracker is opened when the first metrics come: a finished run logs none."""
         self._begun_at = trainer.progress.step
 
     @hookimpl
-    def log_metrics(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
+    def log_metrics(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:
         """Log metrics at their step; do nothing outside a run."""
         if self.opened(trainer) is not None:
             self._tracker.log(metrics, step=step)
 
     @hookimpl
-    def on_evaluate(self, trainer: Trainer, step: int, samples: list[Sample]) -> None:
+    def on_evaluate(self, trainer: RunView, step: int, samples: list[Sample]) -> None:
         """Show the first samples of an evaluation as a table, and histograms of all, if the tracker has them."""
         if samples and self.opened(trainer) is not None:
             self.show_table(table_of(samples[:ROWS], step), step)
@@ -92,7 +90,7 @@ class AccelerateTracker:
                 self.show_images("eval/images", torch.stack(images), step)
 
     @hookimpl
-    def on_train_end(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: RunView) -> None:
         """Store the exported model if the settings say so, and close the tracker."""
         from trainkit.runs.run import finished
 
@@ -104,7 +102,7 @@ class AccelerateTracker:
             self._close()
             self._begun_at = self._tracker = None
 
-    def opened(self, trainer: Trainer) -> Any:
+    def opened(self, trainer: RunView) -> Any:
         """Return the tracker, or None outside a run. The first call opens it and logs the configuration."""
         run_dir, begun_at = trainer.run_dir, self._begun_at
         if self._tracker is not None or run_dir is None or begun_at is None:

@@ -1,10 +1,10 @@
 """The base class of all algorithms, and the training loop."""
 
+from trainkit.runs.progress import Progress
 from trainkit.trainer.accelerate import AccelerateRLTrainer
 from trainkit.trainer.base import BaseRLTrainer, Verdict
 from trainkit.trainer.inputs import TrainerInputs
 from trainkit.trainer.loop import AcceleratedLoop
-from trainkit.trainer.progress import Progress
 from trainkit.trainer.setup import PreparedTrainer
 
 __all__ = [

@@ -39,7 +39,7 @@ def evaluate(trainer: AcceleratedLoop[Any]) -> dict[str, float]:
     found: dict[str, float] = {}
     samples: list[Record] = []
     unchanged = nullcontext() if trainer.row_limit is None else trainer.row_limit.unchanged()
-    with unchanged, trainer.recorder.discarding(), trainer._stop.interruptible(trainer._runs_alone):
+    with unchanged, trainer.recorder.discarding(), trainer.run_state.stop.interruptible(trainer._runs_alone):
         if trainer.eval_rows:
             with trainer._sampling_model():
                 found, samples = trainer.evaluation()
@@ -81,7 +81,7 @@ def held_out(trainer: AcceleratedLoop[Any]) -> dict[str, float]:
     experience = checked_batch(trainer, "prepare_step", trainer.prepare_step(held))
 
     def measured(micro: Batch) -> m.Metrics:
-        trainer._stop.progressed()
+        trainer.run_state.stop.progressed()
         return trainer.updater.measure(micro.to(trainer.accelerator.device))[1]
 
     found = m.merge(*trainer.updater.each_together(trainer.updater.micro_batches(experience), measured))
@@ -117,9 +117,9 @@ def _evaluate_at(trainer: Trainer, overrides: dict[str, Any]) -> tuple[dict[str,
 
     def measure_mine() -> None:
         for start in range(0, len(mine), size):
-            trainer._stop.progressed()
+            trainer.run_state.stop.progressed()
             part = slice(start, start + size)
-            with trainer._stop.interruptible(trainer._samples_alone):
+            with trainer.run_state.stop.interruptible(trainer._samples_alone):
                 rollouts = trainer.sampling.sample(mine[part], settings, "evaluate", seeds[part])
                 whole, each = _measure(trainer, rollouts, mine[part])
             records.extend(each)

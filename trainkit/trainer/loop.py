@@ -272,7 +272,7 @@ class AcceleratedLoop(TrainerInputs[M]):
         """
         started = time.perf_counter()
         self._mark()
-        with self._stop.interruptible(self._runs_alone):
+        with self.run_state.stop.interruptible(self._runs_alone):
             self.fill_store()
         self._warn_of_repeated_rows()
         self._before = None
@@ -295,7 +295,7 @@ class AcceleratedLoop(TrainerInputs[M]):
             drops = self.config.reward.on_nonfinite == "drop_row"
             if len(self.store) or not drops:
                 self.updater.changing = True
-                with self._stop.interruptible(False):
+                with self.run_state.stop.interruptible(False):
                     self._prepare_store()
                 self.updater.changing = False
         if drops:
@@ -370,7 +370,7 @@ class AcceleratedLoop(TrainerInputs[M]):
         started, at = time.perf_counter(), self.progress
         again = at.epoch > 0 or at.position > step  # a run that was resumed
         rows = [row for position in positions for row in self.pipeline.take(position, 1)]
-        with self._stop.interruptible(self._runs_alone), self.inference():
+        with self.run_state.stop.interruptible(self._runs_alone), self.inference():
             self.collected_rows = len(self.store)
             with self.recorder.discarding() if again else nullcontext():
                 size = self.config.rollout.batch_size
@@ -406,7 +406,7 @@ class AcceleratedLoop(TrainerInputs[M]):
     def _save_before_collection(self) -> None:
         """Save the state before the collection that is being made; it is made again if the run resumes from there."""
         if self._before is None:  # the collection is made because a run resumes
-            self._stop.saves = True
+            self.run_state.stop.saves = True
             return
         progress, store = replace(self.progress), self.store
         self.progress.become(self._before[0])

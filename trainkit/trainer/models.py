@@ -20,10 +20,10 @@ from trainkit.models.policy import Policy
 from trainkit.models.recomputing import recompute_activations
 from trainkit.models.reference import Frozen
 from trainkit.models.unloaded import as_trained, loaded_by_one
+from trainkit.runs.parallel import Parallel
 from trainkit.seeding import global_rng
 from trainkit.trainer import optim
 from trainkit.trainer.master_weights import low_precision
-from trainkit.trainer.parallel import Parallel
 from trainkit.trainer.sharding import FSDP2, Sharding
 
 log = logging.getLogger(__name__)

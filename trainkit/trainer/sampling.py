@@ -31,11 +31,11 @@ from trainkit.rollouts import (
 )
 from trainkit.rollouts.engines import Ability, engine_class, start
 from trainkit.runs import saving
+from trainkit.runs.parallel import Parallel
+from trainkit.runs.progress import Progress
 from trainkit.seeding import Seen, episode_seeds, response_seeds, turn_seed
 from trainkit.trainer import generation
 from trainkit.trainer.models import Models
-from trainkit.trainer.parallel import Parallel
-from trainkit.trainer.progress import Progress
 from trainkit.trainer.recording import Recorder
 from trainkit.trainer.sharding import whole_tensor
 from trainkit.trainer.text import Text

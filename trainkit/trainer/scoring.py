@@ -54,7 +54,7 @@ def _agree_on_names(trainer: Trainer) -> None:
 
 def _scored_here(trainer: Trainer, rows: list[Row]) -> Scored | None:
     """Sample and score rows, if there are any, unless the run is asked to end."""
-    with trainer._stop.interruptible(trainer._samples_alone):
+    with trainer.run_state.stop.interruptible(trainer._samples_alone):
         return trainer.sample_and_score(rows) if rows else None
 
 

@@ -33,20 +33,20 @@ from trainkit.plugins import get_trainer, hook_manager
 from trainkit.plugins.discovery import ACCELERATE_TRACKERS, is_installed, without_disabled
 from trainkit.plugins.hooks import name_of
 from trainkit.plugins.registry import is_tracker
-from trainkit.runs import Record, RunLock, hub, provenance, run, saving
+from trainkit.runs import Record, hub, provenance, run, saving
 from trainkit.runs.fingerprints import Fingerprints
 from trainkit.runs.health import Health
 from trainkit.runs.history import History, overview
+from trainkit.runs.parallel import Parallel
+from trainkit.runs.progress import Progress
 from trainkit.runs.record import first_start
-from trainkit.runs.stopping import Stop
+from trainkit.runs.view import RunState
 from trainkit.seeding import Seen
 from trainkit.trainer import offloading, optim
 from trainkit.trainer.base import BaseRLTrainer
 from trainkit.trainer.collecting import AsyncCollector, Collection
 from trainkit.trainer.launch import default_precision, make_accelerator
 from trainkit.trainer.models import Models
-from trainkit.trainer.parallel import Parallel
-from trainkit.trainer.progress import Progress
 from trainkit.trainer.recording import Recorder
 from trainkit.trainer.returns import checked_metrics
 from trainkit.trainer.settings import check_run, check_split
@@ -83,8 +83,9 @@ class PreparedTrainer(BaseRLTrainer[M]):
             config = config.evolve(train={"mixed_precision": precision})
         super().__init__(config, **kwargs)
         self.accelerator: Accelerator = make_accelerator(precision, config.train.timeout)
-        self._stop = Stop()
-        self.parallel = Parallel(self.accelerator, self._stop)
+        self.run_state = RunState(allow_drift=allow_drift)
+        """What the run keeps in this process besides its progress."""
+        self.parallel = Parallel(self.accelerator, self.run_state.stop)
         """The processes of the run."""
         self._leave_out_disabled()
         config = self.config
@@ -112,14 +113,8 @@ class PreparedTrainer(BaseRLTrainer[M]):
         self.live_model = model
         self.chosen_reference: Any = self._choose_reference(reference)
         """The reference that the user chose, a model object or what names one; None: the model's start."""
-        self._saving: saving.Saving | None = None
-        """The checkpoint that is being written while the training goes on."""
         self.collected_rows = 0
         """The rows of the collection at hand in this process, while experience is made of samples; or else 0."""
-        self.recorded_trunk: bool | None = None
-        """Whether the run that is being resumed keeps the output of frozen layers; None if none is."""
-        self._recorded_frozen: list[str] | None = None
-        """Fingerprints of the frozen models of the run that was resumed; None if none was."""
         others = [entry for entry in config.train.trackers if not is_tracker(name_of(entry))]
         trackers = [entry for entry in config.train.trackers if entry not in others]
         own = self._own_plugin()
@@ -156,8 +151,6 @@ class PreparedTrainer(BaseRLTrainer[M]):
             config.train, self, self.models, self.parallel, self.recorder, self.progress, lambda: self.inference()
         )
         """What makes the optimizer steps."""
-        self.learning = False
-        """Whether `learn` makes the steps of the run, rather than a loop of the caller's own."""
         self.health = Health(half_precision=precision != "no")
         """What watches the metrics."""
         self._before: tuple[Progress, bool] | None = None
@@ -170,14 +163,9 @@ class PreparedTrainer(BaseRLTrainer[M]):
         self.held_out: Batch | None = None
         """The experience of `eval_samples`, made at the first evaluation."""
         self.run_dir: Path | None = None
-        self.allow_drift = allow_drift
-        self.resumed: list[str] = []
-        """Messages to log about the checkpoint that the run resumes from."""
-        self._lock: RunLock | None = None
         self._collection = Collection()
         self.ahead: AsyncCollector | None = None
         """The collections that are sampled before their turn; None unless `rollout.staleness` is set."""
-        self._clock = time.perf_counter()
         self._warned_past_the_end = False
         self._warned_of_short_step = False
 
@@ -390,6 +378,15 @@ class PreparedTrainer(BaseRLTrainer[M]):
     def fill_store(self) -> None:
         """Fill the store with one collection of experience."""
 
+    def forget_last_step(self) -> None:
+        """Begin anew with the state at hand, after an earlier run that may have ended with an error."""
+        self._before, self.updater.changing = None, False
+
+    @property
+    def collection_number(self) -> int:
+        """The number of the collection at hand; 0 for those that the caller of `step` gives."""
+        return self._collection.number
+
     @abstractmethod
     def back_to_last_step(self) -> bool:
         """Return to the state after the last finished step, after an error; return whether that is possible."""
@@ -483,11 +480,11 @@ class PreparedTrainer(BaseRLTrainer[M]):
         """
         if not isinstance(reason, str) or not reason.strip():
             raise ConfigError(f"trainer.stop(reason) logs why the run ends; given {describe(reason)}. Give a text")
-        self._stop.reason = self._stop.reason or reason
+        self.run_state.stop.reason = self.run_state.stop.reason or reason
 
     def _log(self) -> dict[str, float]:
         now = time.perf_counter()
-        self.progress.seconds, self._clock = self.progress.seconds + now - self._clock, now
+        self.progress.seconds, self.run_state.clock = self.progress.seconds + now - self.run_state.clock, now
         found = m.compute(self.recorder.take(), self.reduce)
         if self.parallel.is_main:
             self.hooks.hook.log_metrics(trainer=self, step=self.progress.step, metrics=dict(found))

@@ -30,9 +30,9 @@ def begin(trainer: Trainer, rows: int) -> None:
     policy = trainer.unwrapped
     again = trainer.passes != 1 or (trainer.needs_reference and trainer.chosen_reference is None)
     keeps = bool(rows) and again and getattr(policy, "has_trunk", False) and not trainer.sharding.stays_divided
-    recorded = trainer.recorded_trunk
+    recorded = trainer.run_state.recorded_trunk
     trainer.progress.keeps_trunk = keeps if recorded is None else recorded
-    trainer.collected_rows, trainer.recorded_trunk = rows, None
+    trainer.collected_rows, trainer.run_state.recorded_trunk = rows, None
     trainer.checks_memory = recorded is None
 
 

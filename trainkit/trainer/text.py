@@ -37,9 +37,9 @@ from trainkit.data.pipeline import (
 from trainkit.data.tokenised import PAIR_COLUMNS
 from trainkit.errors import ConfigError, DataError
 from trainkit.models.loading import pad_id
+from trainkit.runs.parallel import Parallel
 from trainkit.seeding import PLACE
 from trainkit.trainer import generation
-from trainkit.trainer.parallel import Parallel
 from trainkit.trainer.settings import check_length
 
 log = logging.getLogger(__name__)

@@ -17,12 +17,12 @@ from trainkit.data import Batch
 from trainkit.errors import NonFiniteError, OutOfMemoryError, TrainkitError
 from trainkit.functional import exact
 from trainkit.models.fitting import ADVICE, RowLimit, first_line, no_smaller, out_of_memory, release
+from trainkit.runs.parallel import Parallel
+from trainkit.runs.progress import Progress
 from trainkit.seeding import global_rng
 from trainkit.trainer import optim
 from trainkit.trainer.base import BaseRLTrainer, Verdict
 from trainkit.trainer.models import Models
-from trainkit.trainer.parallel import Parallel
-from trainkit.trainer.progress import Progress
 from trainkit.trainer.recording import Recorder
 from trainkit.trainer.returns import checked_batch, checked_loss, checked_verdict
 from trainkit.trainer.sharding import whole_tensor
