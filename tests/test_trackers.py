@@ -48,13 +48,12 @@ def stub_trainer(**more: Any) -> Any:
     progress = SimpleNamespace(step=0, tokens=0, seconds=0.0, trained=0, stop_reason="")
     return SimpleNamespace(
         config=config,
-        learning=True,
+        run_state=SimpleNamespace(learning=True, resumed=[]),
         updater=SimpleNamespace(unit="tokens"),
         total_steps=10,
         done=False,
         run_dir=Path("runs/toy"),
         progress=progress,
-        resumed=[],
         **more,
     )
 
