@@ -238,7 +238,7 @@ def fsdp2_of_one(name: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch, back
         monkeypatch.setenv(key, str(value))
     torch.distributed.init_process_group(backend)
     trainer = tiny_trainer(name, run_dir, optimizer__kwargs={"eps": 1e-4})
-    trainer.sharding = FSDP2(trainer.accelerator)
+    trainer.parallel.sharding = FSDP2(trainer.accelerator)
     return trainer
 
 

@@ -25,10 +25,11 @@ class Parallel:
     Args:
         accelerator: accelerate's, which has started the processes.
         stop: is told that the run makes progress.
+        sharding: how the trained model is divided among the processes.
     """
 
-    def __init__(self, accelerator: Accelerator, stop: Stop) -> None:
-        self.accelerator, self._stop = accelerator, stop
+    def __init__(self, accelerator: Accelerator, stop: Stop, sharding: Any = None) -> None:
+        self.accelerator, self._stop, self.sharding = accelerator, stop, sharding
         self._thread = threading.local()
 
     @property

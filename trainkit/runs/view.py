@@ -60,7 +60,6 @@ class RunView(Protocol):
     store: Any
     hooks: Any
     models: Any
-    sharding: Any
     updater: Any
     recorder: Any
     ahead: Any
@@ -73,6 +72,8 @@ class RunView(Protocol):
     def began(self) -> datetime: ...
     @property
     def makers(self) -> list[Maker]: ...
+    @property
+    def sharding(self) -> Any: ...
     @property
     def unwrapped(self) -> Any: ...
     @property

@@ -24,7 +24,7 @@ from trainkit.runs.parallel import Parallel
 from trainkit.seeding import global_rng
 from trainkit.trainer import optim
 from trainkit.trainer.master_weights import low_precision
-from trainkit.trainer.sharding import FSDP2, Sharding
+from trainkit.trainer.sharding import FSDP2
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +34,7 @@ class Models:
 
     Args:
         config: the run's configuration.
-        parallel: the processes.
-        sharding: how they divide the policy.
+        parallel: the processes, and how they divide the policy.
         live: a model object of the user, which is trained in place; None: the one that the configuration names.
         row_limit: the most rows of a micro-batch, for the passes of the policy; None: no limit.
         optimizer: the user's optimizer, or a function that makes it; None: that of the configuration.
@@ -52,7 +51,6 @@ class Models:
         self,
         config: TRLConfig[Any],
         parallel: Parallel,
-        sharding: Sharding,
         *,
         live: Any,
         row_limit: RowLimit | None,
@@ -65,7 +63,7 @@ class Models:
         copied: Callable[[], bool],
         total_steps: Callable[[], int],
     ) -> None:
-        self.config, self.parallel, self.sharding, self.live = config, parallel, sharding, live
+        self.config, self.parallel, self.live = config, parallel, live
         self.row_limit, self._total_steps = row_limit, total_steps
         self._given_optimizer, self._given_scheduler = optimizer, scheduler
         self._make_policy, self._finish, self._make_reference = make_policy, finish, make_reference
@@ -97,17 +95,19 @@ class Models:
         """Load and prepare all models and make the optimizer, on all processes together; later calls do nothing."""
         if self.built:
             return
-        once = self.sharding.stays_divided and not self._copied()  # no other process needs the weights whole
+        once = self.parallel.sharding.stays_divided and not self._copied()  # no other process needs the weights whole
         with loaded_by_one(self.parallel.is_main) if once else nullcontext():
             policy = self.unwrapped
-            if not self.sharding.stays_divided:  # otherwise each block is moved and made equal when it is divided
+            if (
+                not self.parallel.sharding.stays_divided
+            ):  # otherwise each block is moved and made equal when it is divided
                 policy = policy.to(self.parallel.device)
                 self.parallel.make_equal(policy)  # as DDP will do, but before the reference is made
             with self.as_trained():
                 reference = self._make_reference(policy)  # before the weights can move
             for frozen in self.frozen:
                 frozen.policy  # noqa: B018  (loads it)
-        if self.sharding.stays_divided:
+        if self.parallel.sharding.stays_divided:
             self._before_dividing(reference)
         self._warn_of_low_precision(policy)
         scaled = self.parallel.accelerator.scaler is not None
@@ -115,11 +115,11 @@ class Models:
             optim.make_optimizer,
             self.config.optimizer,
             scaled=scaled,
-            masters=self.sharding.masters,
+            masters=self.parallel.sharding.masters,
             given=self._given_optimizer,
         )
         compared = [each.policy for each in ([] if reference is None else [reference]) + self.frozen]
-        self.use(*self.sharding.prepare(policy, make, list(dict.fromkeys(compared))), reference)
+        self.use(*self.parallel.sharding.prepare(policy, make, list(dict.fromkeys(compared))), reference)
 
     def use(self, policy: nn.Module, optimizer: Any = None, reference: Any = None) -> None:
         """Use models that are made and prepared already, instead of those that `build` makes."""
@@ -133,13 +133,13 @@ class Models:
         own = getattr(bare(self.live), "config", None) if self.live is not None else None
         attention = getattr(own, "_attn_implementation", None) or self.config.model.kwargs.get("attn_implementation")
         exact = attention in (None, "eager", "sdpa", "flex_attention")
-        whole = not self.sharding.stays_divided or self.built
+        whole = not self.parallel.sharding.stays_divided or self.built
         precision = nullcontext if exact else self.parallel.accelerator.autocast
         return as_trained(self.parallel.device if whole else None, precision)
 
     def _warn_of_low_precision(self, policy: nn.Module) -> None:
         """Log that steps are made in the precision of the weights, if that is low and the optimizer has no copies."""
-        without = self._given_optimizer is not None or type(self.sharding) is FSDP2
+        without = self._given_optimizer is not None or type(self.parallel.sharding) is FSDP2
         low = low_precision(policy.parameters())
         if self.parallel.is_main and without and low:
             log.warning(
@@ -179,7 +179,7 @@ class Models:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of optimizer, schedule and gradient scaler; checkpoints have the weights apart."""
-        optimizer, scaler = self.sharding.optimizer_state(self.optimizer), self.parallel.accelerator.scaler
+        optimizer, scaler = self.parallel.sharding.optimizer_state(self.optimizer), self.parallel.accelerator.scaler
         return {
             "optimizer": optimizer,
             "optimized": optim.described(optimizer, self.unwrapped, self._of_user),
@@ -193,7 +193,7 @@ class Models:
 
     def load_state_dict(self, state: Any, step: int) -> None:
         """Restore what `state_dict` returned after ``step``; log a warning if the learning rate jumps."""
-        own = self.sharding.own_part(state["optimizer"], self.optimizer)
+        own = self.parallel.sharding.own_part(state["optimizer"], self.optimizer)
         before: list[float] = state["scheduler"]["_last_lr"]
         of_user = self._given_scheduler is not None
         optim.load(self.optimizer, self.scheduler, {**state, "optimizer": own}, of_user=of_user)

@@ -50,7 +50,7 @@ from trainkit.trainer.models import Models
 from trainkit.trainer.recording import Recorder
 from trainkit.trainer.returns import checked_metrics
 from trainkit.trainer.settings import check_run, check_split
-from trainkit.trainer.sharding import Replicated, make_sharding
+from trainkit.trainer.sharding import Replicated, Sharding, make_sharding
 from trainkit.trainer.update import Updater
 
 log = logging.getLogger(__name__)
@@ -85,8 +85,9 @@ class PreparedTrainer(BaseRLTrainer[M]):
         self.accelerator: Accelerator = make_accelerator(precision, config.train.timeout)
         self.run_state = RunState(allow_drift=allow_drift)
         """What the run keeps in this process besides its progress."""
-        self.parallel = Parallel(self.accelerator, self.run_state.stop)
-        """The processes of the run."""
+        sharding = make_sharding(config.train.sharding, self.accelerator)
+        self.parallel = Parallel(self.accelerator, self.run_state.stop, sharding)
+        """The processes of the run, and how they divide the model."""
         self._leave_out_disabled()
         config = self.config
         use_fast_exact_matmul(self.accelerator.device)
@@ -94,8 +95,6 @@ class PreparedTrainer(BaseRLTrainer[M]):
         use_right_attention(self.accelerator.device)
         if precision == "bf16":
             warn_of_slow_bf16(self.accelerator.device.type)
-        self.sharding = make_sharding(config.train.sharding, self.accelerator)
-        """How the trained model is divided among the processes."""
         self.sharding.check(config)
         check_split(config, self.samples_per_prompt, self.parallel.world)
         check_run(config)
@@ -132,7 +131,6 @@ class PreparedTrainer(BaseRLTrainer[M]):
         self.models = Models(
             config,
             self.parallel,
-            self.sharding,
             live=model,
             row_limit=self.row_limit,
             optimizer=optimizer,
@@ -168,6 +166,11 @@ class PreparedTrainer(BaseRLTrainer[M]):
         """The collections that are sampled before their turn; None unless `rollout.staleness` is set."""
         self._warned_past_the_end = False
         self._warned_of_short_step = False
+
+    @property
+    def sharding(self) -> Sharding:
+        """How the trained model is divided among the processes."""
+        return self.parallel.sharding  # type: ignore[no-any-return]
 
     @property
     def needs_reference(self) -> bool:

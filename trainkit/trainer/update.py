@@ -64,7 +64,7 @@ class Updater:
     ) -> None:
         self.config, self.algorithm, self.models, self.parallel = config, algorithm, models, parallel
         self.recorder, self.progress, self._inference = recorder, progress, inference
-        self.sharding, self.row_limit = models.sharding, models.row_limit
+        self.row_limit = models.row_limit
         self.changing = False
         """Whether the weights or the experience are being changed, so that the state is that of no step."""
         self.unit = "tokens"
@@ -102,7 +102,7 @@ class Updater:
     def _after_step(self) -> None:
         """Call `after_step`; the model is gathered for it only if it is overridden."""
         if getattr(self.algorithm.after_step, "__func__", None) is not BaseRLTrainer.after_step:
-            with self.sharding.whole(write=True):
+            with self.parallel.sharding.whole(write=True):
                 self.algorithm.after_step()
 
     @property
@@ -120,7 +120,7 @@ class Updater:
             self.recorder.pending = recorded
             self.models.optimizer.zero_grad()
             release()
-        self.sharding.exchange()
+        self.parallel.sharding.exchange()
         return found
 
     def _attempt(self, micros: list[Batch], share: Tensor) -> m.Metrics | None:
@@ -174,9 +174,9 @@ class Updater:
         found: m.Metrics = {}
         self.models.policy.train()
         with global_rng(self.config.seed, "dropout", self.progress.step, rank, device=device):
-            passes = self.sharding.passes(len(micros))
+            passes = self.parallel.sharding.passes(len(micros))
             for index in range(passes):
-                with self.sharding.synchronised(last=index == passes - 1):
+                with self.parallel.sharding.synchronised(last=index == passes - 1):
                     if index < len(micros):
                         found = m.merge(found, self._backward(micros[index].to(device), share))
                     else:  # other processes have more; all make the passes together
@@ -207,7 +207,7 @@ class Updater:
 
     def _make_step(self, found: m.Metrics) -> m.Metrics:
         """Clip the gradient and step; record ``train/skipped`` if `judge` or fp16's scaler can skip steps."""
-        norm = self.sharding.clip(self.config.max_grad_norm)
+        norm = self.parallel.sharding.clip(self.config.max_grad_norm)
         self._refuse_non_finite(found, norm)
         self.changing = True
         self.models.optimizer.step()
@@ -257,8 +257,8 @@ class Updater:
         While the model is divided, processes with fewer items repeat the last one and ignore the result, so that all
         run the model equally often.
         """
-        runs_alone = self.sharding.gathered or not self.sharding.stays_divided
-        more = 0 if runs_alone else self.sharding.passes(len(items)) - len(items)
+        runs_alone = self.parallel.sharding.gathered or not self.parallel.sharding.stays_divided
+        more = 0 if runs_alone else self.parallel.sharding.passes(len(items)) - len(items)
         found = [call(item) for item in items]
         with self.recorder.discarding():
             for _ in range(more):
@@ -287,7 +287,7 @@ class Updater:
 
     def _backward(self, micro: Batch, share: Tensor, factor: float = 1.0) -> m.Metrics:
         loss, found = self.measure(micro)
-        self.sharding.backward(loss * micro.weight.to(share.device) / share * factor)
+        self.parallel.sharding.backward(loss * micro.weight.to(share.device) / share * factor)
         return found
 
     def _refuse_non_finite(self, found: m.Metrics, norm: Tensor) -> None:

@@ -87,7 +87,7 @@ class ClippedOnce(WithUpdater):
         def _make_step(self, found: Any) -> Any:
             self.exhaustible = getattr(self, "exhaustible", self.models.policy.parameters())
             clip = self.parallel.accelerator.clip_grad_norm_
-            self.sharding.clip = lambda limit: clip(self.exhaustible, limit or torch.inf).detach()  # type: ignore[method-assign]
+            self.parallel.sharding.clip = lambda limit: clip(self.exhaustible, limit or torch.inf).detach()  # type: ignore[method-assign]
             return super()._make_step(found)
 
 
