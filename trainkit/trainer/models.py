@@ -119,7 +119,8 @@ class Models:
             given=self._given_optimizer,
         )
         compared = [each.policy for each in ([] if reference is None else [reference]) + self.frozen]
-        self.use(*self.parallel.sharding.prepare(policy, make, list(dict.fromkeys(compared))), reference)
+        wrapped, optimizer = self.parallel.sharding.prepare(policy, make, list(dict.fromkeys(compared)))
+        self.use(wrapped, optimizer, reference)
 
     def use(self, policy: nn.Module, optimizer: Any = None, reference: Any = None) -> None:
         """Use models that are made and prepared already, instead of those that `build` makes."""
