@@ -29,6 +29,7 @@ import trainkit
 from trainkit.errors import TrainkitError
 from trainkit.plugins import available_trainers, get_trainer
 from trainkit.testing import tiny_bart, tiny_llama
+from trainkit.testing.declarations import declaration_of
 from trainkit.testing.trainers import LETTERS, Letters, language_trainers, tiny_trainer
 
 Case = dict[str, Any]
@@ -51,7 +52,7 @@ def cases() -> list[Case]:
     for name in available_trainers():
         cls: Any = get_trainer(name)
         found.append({"name": name, "case": "", "changes": {}, "model": None})
-        for variant, settings in cls.tiny_variants().items():
+        for variant, settings in declaration_of(cls).variants.items():
             changes = {key.replace(".", "__"): value for key, value in settings.items()}
             found.append({"name": name, "case": f"variant {variant}", "changes": changes, "model": None})
         for case, changes in CHANGES.items() if name in language_trainers() else ():

@@ -190,7 +190,7 @@ def test_a_run_does_not_go_on_with_other_data_unless_that_is_allowed(
     allowed = tiny_trainer(name, tmp_path, arguments={**before, **others[0][0], "allow_drift": True}, **changes)
     allowed.learn()
     assert allowed.progress.step == 2
-    assert any("changed: data: " in line for line in allowed.resumed)
+    assert any("changed: data: " in line for line in allowed.run_state.resumed)
 
 
 def test_another_environment_is_refused(tmp_path: Path) -> None:
