@@ -162,7 +162,7 @@ class Case:
         done = killing(trainer, fault.engine) if fault.engine else []
         trainer.learn()
         found = {"digest": digest(trainer), "calls": counted(), "kills": len(done), "times": watches.times}
-        found |= {"saved": watches.saved, "resumed": getattr(trainer, "resumed", [])}
+        found |= {"saved": watches.saved, "resumed": trainer.run_state.resumed}
         (self.root / f"{run_dir.name}.end").write_text(json.dumps(found))
 
     def straight(self, fault: Fault | None = None, name: str = "straight", **changes: Any) -> dict[str, Any]:
@@ -237,7 +237,7 @@ def killing(trainer: Any, kills: int) -> list[int]:
     def work() -> None:
         while len(killed) < kills:
             time.sleep(chance.uniform(0.05, 1.0))
-            live = [pid for pid in trainer.engine.pids if pid not in killed] if "engine" in vars(trainer) else []
+            live = [pid for pid in trainer.engine.pids if pid not in killed] if "engine" in vars(trainer.sampling) else []
             if live:
                 killed.append(chance.choice(live))
                 os.kill(killed[-1], signal.SIGKILL)
