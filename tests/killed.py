@@ -237,7 +237,9 @@ def killing(trainer: Any, kills: int) -> list[int]:
     def work() -> None:
         while len(killed) < kills:
             time.sleep(chance.uniform(0.05, 1.0))
-            live = [pid for pid in trainer.engine.pids if pid not in killed] if "engine" in vars(trainer.sampling) else []
+            live = (
+                [pid for pid in trainer.engine.pids if pid not in killed] if "engine" in vars(trainer.sampling) else []
+            )
             if live:
                 killed.append(chance.choice(live))
                 os.kill(killed[-1], signal.SIGKILL)

@@ -48,7 +48,7 @@ def made(name: str, place: Path, settings: dict[str, Any], **arguments: Any) -> 
 
 def whole(trainer: Any) -> dict[str, torch.Tensor]:
     """A copy of the whole weights."""
-    with trainer.sharding.whole():
+    with trainer.sharding.unsharded():
         return {name: tensor.detach().clone() for name, tensor in trainer.unwrapped.state_dict().items()}
 
 
@@ -64,7 +64,7 @@ def equal(root: Path, cases: dict[str, Any]) -> None:
     found = {}
     for index, (case, (name, settings)) in enumerate(cases.items()):
         ends, exports = [], []
-        stays_divided = settings.pop("divided", False)
+        keeps_sharded = settings.pop("divided", False)
         for sharding in ("none", "fsdp2"):
             watched = sharding == "fsdp2" and not settings.get("train__gradient_checkpointing")  # gathers a block twice
             trainer = made(
@@ -72,7 +72,7 @@ def equal(root: Path, cases: dict[str, Any]) -> None:
                 callbacks=[Division()] if watched else [],
             )  # fmt: skip
             gather = getattr(trainer.sharding, "_gather", None)
-            if stays_divided and gather is not None:
+            if keeps_sharded and gather is not None:
                 trainer.sharding._gather = refused
             trainer.learn()
             if gather is not None:

@@ -33,8 +33,8 @@ from trainkit.functional import (
     masked_mean,
     masked_sum,
     nll,
-    penalise_cut,
     penalise_repetition,
+    penalise_truncated,
     per_response,
     place_scores,
     preference_accuracy,
@@ -452,7 +452,7 @@ def test_the_penalty_for_a_cut_response_is_at_its_last_token():
         torch.tensor([[0.0, 1.0, 2.0], [0.0, 3.0, 9.0]]),
         torch.tensor([[False, True, True], [True, True, False]]),
     )
-    close(penalise_cut(rewards, torch.tensor([True, False]), mask, 0.5), [[0.0, 1.0, 2.0], [0.0, 2.5, 9.0]])
+    close(penalise_truncated(rewards, torch.tensor([True, False]), mask, 0.5), [[0.0, 1.0, 2.0], [0.0, 2.5, 9.0]])
 
 
 def gae_of_row(values, rewards, gamma, lam):

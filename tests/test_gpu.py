@@ -248,7 +248,7 @@ def require_fsdp2_of_one_equal(name: str, root: Path, monkeypatch: pytest.Monkey
     divided = fsdp2_of_one(name, root / "divided", monkeypatch, backend)
     try:
         divided.learn()
-        with divided.sharding.whole():
+        with divided.sharding.unsharded():
             found = weights(divided)
     finally:
         torch.distributed.destroy_process_group()

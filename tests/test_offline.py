@@ -175,7 +175,7 @@ import torch
 from test_offline import counted
 
 def weights(trainer):
-    with trainer.sharding.whole():
+    with trainer.sharding.unsharded():
         return [parameter.detach().clone() for parameter in trainer.unwrapped.parameters()]
 
 torch.set_num_threads(1)

@@ -25,7 +25,7 @@ def _identity(x: Tensor) -> Tensor:
 # --------------------------------------------------------------------------------------------- masked statistics
 
 
-def exact(x: Tensor) -> Tensor:
+def to_float64(x: Tensor) -> Tensor:
     """Return ``x`` in float64, so that sums over many tokens stay accurate; in float32 on MPS, without float64. [*]."""
     return x.to(torch.float32 if x.device.type == "mps" else torch.float64)
 
@@ -53,10 +53,10 @@ def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, reduce: Reduce =
     unchanged. ``shift_mean=False`` adds μ back, so the mean stays the same.
     """
     x = x if x.is_floating_point() else x.float()  # whitened integers are not integers (S-58)
-    count = reduce(exact(mask.sum()))
+    count = reduce(to_float64(mask.sum()))
     if count < 2:
         return zero_masked(x, mask)
-    wide = exact(x)
+    wide = to_float64(x)
     mean = reduce(masked_sum(wide, mask)) / count
     var = reduce(masked_sum((wide - mean) ** 2, mask)) / (count - 1)
     white = (wide - mean) * torch.rsqrt(var + 1e-8) + (0.0 if shift_mean else mean)
@@ -165,7 +165,7 @@ def place_scores(scores: Tensor, mask: Tensor) -> Tensor:
     return zero_masked(scores, mask)
 
 
-def penalise_cut(rewards: Tensor, terminated: Tensor, mask: Tensor, penalty: float) -> Tensor:
+def penalise_truncated(rewards: Tensor, terminated: Tensor, mask: Tensor, penalty: float) -> Tensor:
     """Return the rewards, less ``penalty`` at the last response token of responses that did not terminate.
 
     [B, T], [B], [B, T] -> [B, T].
@@ -231,7 +231,7 @@ def leave_one_out(rewards: Tensor, k: int) -> Tensor:
     """
     if k < 2:
         raise ValueError(f"a group of {k} has no other rewards to compare with; give k of 2 or more")
-    groups = exact(rewards).view(-1, k)
+    groups = to_float64(rewards).view(-1, k)
     return ((groups - groups.mean(1, keepdim=True)) * (k / (k - 1))).flatten().to(rewards.dtype)
 
 
@@ -310,7 +310,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> tuple[T
     """
 
     def squares(x: Tensor) -> Tensor:
-        wide = exact(x)
+        wide = to_float64(x)
         return masked_sum((wide - masked_mean(wide, mask)) ** 2, mask)
 
     total = squares(returns)

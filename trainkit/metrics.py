@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainkit.functional import exact, masked_sum
+from trainkit.functional import masked_sum, to_float64
 
 Rewards = NDArray[np.float64]
 """Rewards or advantages [B]."""
@@ -27,10 +27,10 @@ class Mean:
     @classmethod
     def of(cls, x: Tensor, mask: Tensor | None = None) -> Mean:
         """Return the mean of ``x`` [*] over ``mask`` [*], or over all of ``x`` without a mask; detached."""
-        x = exact(x.detach())
+        x = to_float64(x.detach())
         if mask is None:
             return cls(x.sum(), torch.tensor(x.numel(), dtype=x.dtype, device=x.device))
-        return cls(masked_sum(x, mask), exact(mask.sum()))
+        return cls(masked_sum(x, mask), to_float64(mask.sum()))
 
     def __add__(self, other: Mean) -> Mean:
         if not isinstance(other, Mean):
@@ -62,7 +62,7 @@ class Std:
     @classmethod
     def of(cls, x: Tensor, mask: Tensor | None = None) -> Std:
         """Return the standard deviation of ``x`` [*] over ``mask`` [*], or of all of ``x`` without a mask; detached."""
-        x = exact(x.detach())
+        x = to_float64(x.detach())
         first = Mean.of(x, mask)
         count = first.count.clamp(min=1)
         rough = first.total / count
@@ -147,7 +147,7 @@ class RunningMoments:
 
     def update(self, x: Tensor, reduce: Callable[[Tensor], Tensor] = lambda t: t) -> None:
         """Add the values ``x`` [B] of every process."""
-        x = exact(x.detach())
+        x = to_float64(x.detach())
         count, total = reduce(torch.stack([x.new_tensor(x.numel()), x.sum()])).tolist()
         if count == 0:
             return

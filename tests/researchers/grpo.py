@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from trainkit import AccelerateRLTrainer, MethodConfig, Rollouts, TokenBatch, register_trainer
-from trainkit.functional import clipped_surrogate, exact, kl_k3, masked_sum, per_response, zero_masked
+from trainkit.functional import clipped_surrogate, kl_k3, masked_sum, per_response, to_float64, zero_masked
 from trainkit.metrics import Mean, Metrics
 
 
@@ -56,7 +56,7 @@ class GroupTrainer(AccelerateRLTrainer[GroupConfig]):
 
     def prepare_experience(self, experience: GroupBatch) -> GroupBatch:
         """Return the advantages [B], (r − mean) / std over the group."""
-        groups = exact(experience.advantages).view(-1, self.method.k)
+        groups = to_float64(experience.advantages).view(-1, self.method.k)
         advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)
         return replace(experience, advantages=advantages.flatten().float())
 

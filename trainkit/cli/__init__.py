@@ -15,10 +15,10 @@ import typer
 from trainkit.cli import (
     configs,
     examples,
+    inference,
     plugins,
     runs,
     training,
-    trying,
 )
 from trainkit.cli.console import WithOverrides
 from trainkit.cli.installed import WithInstalled
@@ -59,8 +59,8 @@ def _root(
 app.command(cls=WithOverrides)(training.train)
 app.command("new-plugin")(plugins.new_plugin)
 app.command("runs")(runs.list_runs)
-app.command()(trying.generate)
-app.command("eval")(trying.evaluate)
+app.command()(inference.generate)
+app.command("eval")(inference.evaluate)
 
 of_configs = typer.Typer(
     cls=configs.ShowByDefault,

@@ -346,7 +346,7 @@ class _Responses:
         logits = logits[:, : self.sampler.vocabulary]  # a head may be padded beyond the tokens of the tokenizer
         every = len(rows) == len(self.alive)
         at: Any = step if every else (step, rows)  # indexing by ``rows`` is slow
-        plain = _Odds(self._scale(logits, previous))
+        plain = _TokenDistribution(self._scale(logits, previous))
         odds = self._restrict(plain, step, rows, previous, logits, hidden)
         tokens = odds.draw(self.draws[at], self.settings.temperature)
         self.tokens[at] = tokens
@@ -373,8 +373,14 @@ class _Responses:
         return allow_logits(scaled, previous, self.sampler.logit_mask)
 
     def _restrict(
-        self, plain: _Odds, step: int, rows: Tensor, previous: Tensor, logits: Tensor, hidden: Tensor | None
-    ) -> _Odds:
+        self,
+        plain: _TokenDistribution,
+        step: int,
+        rows: Tensor,
+        previous: Tensor,
+        logits: Tensor,
+        hidden: Tensor | None,
+    ) -> _TokenDistribution:
         """Return the distribution to sample from: ``plain``, changed and truncated by the settings."""
         scores, settings = plain.scores, self.settings
         if self.seen is not None:
@@ -390,7 +396,7 @@ class _Responses:
             going_on = scores.index_fill(-1, self.eos[self.eos < scores.size(-1)], -torch.inf)
             scores = torch.where(going_on.isfinite().any(-1, keepdim=True), going_on, scores)  # a mask may force EOS
         scores = truncate_logits(scores, top_k=settings.top_k, top_p=settings.top_p, min_p=settings.min_p)
-        return plain if scores is plain.scores else _Odds(scores)
+        return plain if scores is plain.scores else _TokenDistribution(scores)
 
     def _ended(self, step: int, rows: Tensor, tokens: Tensor) -> Tensor:
         """Return bool [b]: the rows whose last token is EOS or a stop token, or completes a stop string."""
@@ -425,7 +431,7 @@ class _Responses:
         )
 
 
-class _Odds:
+class _TokenDistribution:
     """The distributions softmax(``scores``) [b, V]; exponentials are computed once."""
 
     def __init__(self, scores: Tensor) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainkit.runs import symptoms
 from trainkit.runs.record import Record
-from trainkit.runs.symptoms import PER_COLLECTION, Seen, Series, Verdict, mean
+from trainkit.runs.symptoms import PER_COLLECTION, Finding, Seen, Series, mean
 
 CHECKS = sorted(check.__name__ for check in (symptoms.off_policy, *symptoms.OF_TRAINING, *symptoms.OF_EVALUATION))
 """The names of all checks."""
@@ -33,7 +33,7 @@ class Health:
         self.told: list[str] = []
         """The checks that have found something."""
 
-    def trained(self, metrics: Mapping[str, float]) -> list[Verdict]:
+    def trained(self, metrics: Mapping[str, float]) -> list[Finding]:
         """Add the metrics of a step, and return what is newly found."""
         first = "time/collect" in metrics  # the step is the first one on a collection
         if first:
@@ -48,14 +48,14 @@ class Health:
             found.append(symptoms.off_policy(metrics, self.half_precision))
         return self._new(found)
 
-    def evaluated(self, metrics: Mapping[str, float]) -> list[Verdict]:
+    def evaluated(self, metrics: Mapping[str, float]) -> list[Finding]:
         """Add the metrics of an evaluation, and return what is newly found."""
         self.seen.add(metrics)
         return self._new([check(self.seen) for check in symptoms.OF_EVALUATION])
 
-    def _new(self, found: Iterable[Verdict | None]) -> list[Verdict]:
-        new = [verdict for verdict in found if verdict is not None and verdict.check not in self.told]
-        self.told += [verdict.check for verdict in new]
+    def _new(self, found: Iterable[Finding | None]) -> list[Finding]:
+        new = [finding for finding in found if finding is not None and finding.check not in self.told]
+        self.told += [finding.check for finding in new]
         return new
 
     def state_dict(self) -> dict[str, Any]:
@@ -85,8 +85,8 @@ def found_in(record: Record) -> list[dict[str, Any]]:
     for line in record.metrics:
         metrics = {name: float(value) for name, value in line.items() if isinstance(value, int | float)}
         evaluated = any(name.startswith("eval/") for name in metrics)
-        verdicts = health.evaluated(metrics) if evaluated else health.trained(metrics)
-        found += [{"step": line.get("step"), "check": each.check, "message": each.message} for each in verdicts]
+        findings = health.evaluated(metrics) if evaluated else health.trained(metrics)
+        found += [{"step": line.get("step"), "check": each.check, "message": each.message} for each in findings]
     return [*found, *finite]
 
 

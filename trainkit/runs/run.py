@@ -49,7 +49,7 @@ from trainkit.runs.record import STARTS
 from trainkit.runs.resharding import divided_like, own_rows
 from trainkit.runs.saving import METHOD, PARTS, identity, trained
 from trainkit.runs.stopping import lost, signals_noted, watched
-from trainkit.runs.symptoms import Verdict
+from trainkit.runs.symptoms import Finding
 from trainkit.runs.trackers import default_trackers
 from trainkit.security import file_name
 
@@ -183,21 +183,21 @@ def ends_early(trainer: RunView) -> bool:
     return True
 
 
-def heed(trainer: RunView, verdicts: list[Verdict]) -> None:
+def report_findings(trainer: RunView, findings: list[Finding]) -> None:
     """Log what the health monitor has found, append it to ``health.jsonl``, and end the run if `train.health` says so.
 
     All processes have found the same.
     """
     mode, at = trainer.config.train.health, trainer.progress
-    for verdict in verdicts if mode != "off" else ():
+    for finding in findings if mode != "off" else ():
         if trainer.parallel.is_main:
-            log.warning("health (step %d): %s", at.step, printable(verdict.message))
+            log.warning("health (step %d): %s", at.step, printable(finding.message))
             try:
-                append(trainer.run_dir, "health.jsonl", [{"step": at.step, **asdict(verdict)}])
+                append(trainer.run_dir, "health.jsonl", [{"step": at.step, **asdict(finding)}])
             except OSError as error:  # it is logged; other processes go on
                 log.warning("cannot append to %s/health.jsonl: %s", trainer.run_dir, error.strerror)
         if mode == "stop":
-            trainer.stop(f"health: {verdict.message}")
+            trainer.stop(f"health: {finding.message}")
 
 
 def stop(trainer: RunView, signum: int) -> NoReturn:
@@ -325,7 +325,7 @@ def _load_trained(trainer: RunView, state: Mapping[str, Any], loop: Mapping[str,
         ValueError: it does not fit the model, or ``loop`` does not fit the run; names what. Weights have not changed.
     """
     sharding = trainer.sharding
-    with nullcontext() if sharding.stays_divided else sharding.whole(write=True):
+    with nullcontext() if sharding.keeps_sharded else sharding.unsharded(write=True):
         own = trained(trainer.unwrapped)
         if wrong := sorted(own.keys() ^ state.keys()):
             raise ValueError(f"{wrong[0]} is {'not' if wrong[0] in own else 'only'} in the checkpoint")
@@ -592,7 +592,7 @@ def _verifies(trainer: RunView) -> bool:
     wanted = trainer.config.train.verify_export
     if wanted is None:
         wanted = sum(parameter.nbytes for parameter in trainer.unwrapped.parameters()) <= VERIFIED
-    return wanted and not trainer.sharding.stays_divided
+    return wanted and not trainer.sharding.keeps_sharded
 
 
 def _write_export(trainer: RunView, building: Path, target: Path) -> None:

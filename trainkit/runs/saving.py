@@ -277,12 +277,12 @@ def _parts(trainer: RunView, put: Callable[[str, checkpoint.State], object], apa
     loop = {**trainer.loop_state(), **identity(trainer)}
     if apart:
         put(f"{METHOD}-{rank:05d}", {"method": loop["method"]})
-    if trainer.sharding.stays_divided:
+    if trainer.sharding.keeps_sharded:
         refuse_non_finite(trainer)
         state, loop["optimizer"] = loop["optimizer"]["state"], {**loop["optimizer"], "state": {}}
         put(f"{PARTS}-{rank:05d}", {"model": trained(trainer.unwrapped), "optimizer": state})
     else:
-        with trainer.sharding.whole():
+        with trainer.sharding.unsharded():
             if trainer.parallel.is_main:
                 refuse_non_finite(trainer)
                 put("model", trained(trainer.unwrapped))

@@ -1,4 +1,4 @@
-"""The checks of the health monitor. Each looks at what is remembered of the metrics, and returns a verdict or None.
+"""The checks of the health monitor. Each looks at what is remembered of the metrics, and returns a finding or None.
 
 The limits are far from what the shipped examples show in training that succeeds: `benchmarks/health.py` measures that
 no check finds anything in them, and which planted faults are found.
@@ -112,21 +112,21 @@ class Seen(dict[str, Series]):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Finding:
     """A finding: the name of the check, and in words what is wrong and what to do."""
 
     check: str
     message: str
 
 
-def off_policy(metrics: Mapping[str, float], half_precision: bool) -> Verdict | None:
+def off_policy(metrics: Mapping[str, float], half_precision: bool) -> Finding | None:
     """Check that the first update on a collection starts from the policy that has sampled it."""
     ratio, kl = metrics.get("policy/ratio"), metrics.get("policy/approx_kl")
     factor = HALF_PRECISION if half_precision else 1
     if (ratio is None or abs(ratio - 1) <= RATIO * factor) and (kl is None or kl <= FIRST_KL * factor):
         return None
     found = [None if ratio is None else f"ratio {ratio:.5g}", None if kl is None else f"KL {kl:.2g}"]
-    return Verdict(
+    return Finding(
         "off_policy",
         f"the first update on a collection has {', '.join(filter(None, found))}, where the ratio should be 1 and the "
         "KL 0: the log-probabilities of the experience are not those that the loss computes. Look for other masks, "
@@ -134,13 +134,13 @@ def off_policy(metrics: Mapping[str, float], half_precision: bool) -> Verdict | 
     )
 
 
-def update_size(seen: Seen) -> Verdict | None:
+def update_size(seen: Seen) -> Finding | None:
     """Check that the steps on a collection do not change the policy too much."""
     kls, shares = seen.last("policy/approx_kl", 1), seen.last("policy/clipfrac", 1)
     if not (_all_large(seen) or _collapses_at_once(seen)):
         return None
     clipped = f", and the share of clipped ratios {shares[-1]:.2g}" if shares else ""
-    return Verdict(
+    return Finding(
         "update_size",
         f"the steps on a collection change the policy too much: in their mean the KL to the policy that sampled "
         f"is {kls[-1]:.2g}{clipped}. Lower optimizer.lr, make fewer passes over a collection, or raise "
@@ -161,13 +161,13 @@ def _collapses_at_once(seen: Seen) -> bool:
     return kl > UPDATE_KL and share > CLIPPED and bool(entropies) and entropies[1] < HALVED * entropies[0]
 
 
-def divergence(seen: Seen) -> Verdict | None:
+def divergence(seen: Seen) -> Finding | None:
     """Check that the policy does not run away from its reference."""
     kl, length = seen.now("policy/kl"), seen.now("rollout/length")
     limit = FAR if seen.improved or not seen.last("policy/kl", MANY) else FAR_FOR_NOTHING
     if kl is None or not length or kl <= length * limit:
         return None
-    return Verdict(
+    return Finding(
         "divergence",
         f"the KL from the reference is {kl:.3g} nats per response, {kl / length:.2g} per token"
         f"{'' if seen.improved else ', and the reward has not risen'}: the policy writes what the reference would not. "
@@ -175,50 +175,50 @@ def divergence(seen: Seen) -> Verdict | None:
     )
 
 
-def entropy(seen: Seen) -> Verdict | None:
+def entropy(seen: Seen) -> Finding | None:
     """Check that the entropy does not collapse without a gain in reward."""
     now = seen.now("policy/entropy", 2 * FEW)
     if now is None or seen.improved or now > COLLAPSED * seen["policy/entropy"].start:
         return None
-    return Verdict(
+    return Finding(
         "entropy",
         f"the entropy has fallen from {seen['policy/entropy'].start:.3g} to {now:.3g} nats per token, and the reward "
         "has not risen: the policy explores no more. Lower optimizer.lr, raise the KL coefficient or the entropy bonus",
     )
 
 
-def signal(seen: Seen) -> Verdict | None:
+def signal(seen: Seen) -> Finding | None:
     """Check that rewards differ where the algorithm compares them."""
     grouped = "reward/equal_in_group" in seen
     values = seen.last("reward/equal_in_group" if grouped else "reward/std")
     if not values or set(values) != {1.0 if grouped else 0.0} or seen.improved:
         return None
     whose = "the responses to each prompt" if grouped else "all responses"
-    return Verdict(
+    return Finding(
         "signal",
         f"in {FEW} collections in a row {whose} had equal rewards: nothing can be learnt from them. Look at the reward "
         "function; choose prompts that are neither too easy nor too hard",
     )
 
 
-def truncation(seen: Seen) -> Verdict | None:
+def truncation(seen: Seen) -> Finding | None:
     """Check that responses end by themselves."""
     share = seen.now("rollout/terminated")
     if share is None or share > ENDED or seen.get("rollout/length", Series()).high <= 1:
         return None
-    return Verdict(
+    return Finding(
         "truncation",
         f"{1 - share:.0%} of the responses are cut at rollout.max_new_tokens. If they should end by themselves, check "
         "that the model was trained to end with EOS, raise the limit, or set rollout.stop_sequences",
     )
 
 
-def repetition(seen: Seen) -> Verdict | None:
+def repetition(seen: Seen) -> Finding | None:
     """Check that responses do not repeat themselves."""
     now, length = seen.now("rollout/repetition"), seen.now("rollout/length")
     if now is None or length is None or now <= REPEATED or length < LONG:
         return None
-    return Verdict(
+    return Finding(
         "repetition",
         f"{now:.0%} of the tokens of a response repeat those before them (at the beginning "
         f"{seen['rollout/repetition'].start:.0%}). Read samples.jsonl; check whether the reward function pays for it, "
@@ -226,26 +226,26 @@ def repetition(seen: Seen) -> Verdict | None:
     )
 
 
-def gradient(seen: Seen) -> Verdict | None:
+def gradient(seen: Seen) -> Finding | None:
     """Check that the gradient is not zero."""
     values = seen.last("train/grad_norm", STEPS)
     if not values or max(values) > NO_GRADIENT or seen.improved:
         return None
-    return Verdict(
+    return Finding(
         "gradient",
         f"the gradient was zero in {STEPS} steps in a row, so the weights do not change. Look at the rewards and the "
         "loss: are all advantages 0, all tokens masked, or the trained layers frozen?",
     )
 
 
-def value_function(seen: Seen) -> Verdict | None:
+def value_function(seen: Seen) -> Finding | None:
     """Check that the value function explains some of the variance of returns."""
     values, explained = seen.last("values/explained_variance", MANY), seen.now("values/explained_variance", MANY)
     if explained is None or seen.get("train/lr", Series()).count < LEARNING:
         return None
     if explained > WORSE and any(values):  # where little can be explained, it is near 0, but never exactly
         return None
-    return Verdict(
+    return Finding(
         "value_function",
         f"the value function is no better than a constant: the median of its explained variance in {MANY} collections "
         f"is {explained:.2g}. Raise the coefficient of its loss or optimizer.lr, scale the rewards, or use an "
@@ -253,20 +253,20 @@ def value_function(seen: Seen) -> Verdict | None:
     )
 
 
-def sampler(seen: Seen) -> Verdict | None:
+def sampler(seen: Seen) -> Finding | None:
     """Check that responses are sampled by about the policy that is trained."""
     kl, size = seen.now("policy/sampler_kl", MANY), seen.now("rollout/effective_sample_size", MANY)
     if (kl is None or abs(kl) <= SAMPLER_KL) and (size is None or size >= SAMPLE_SIZE):
         return None
     parts = [None if kl is None else f"KL {kl:.2g} per token", None if size is None else f"sample size {size:.0%}"]
-    return Verdict(
+    return Finding(
         "sampler",
         f"the sampler and the policy are apart ({', effective '.join(filter(None, parts))}). Check that the engine has "
         "the newest weights and samples at the same precision; lower rollout.staleness or optimizer.lr",
     )
 
 
-def held_out(seen: Seen) -> Verdict | None:
+def held_out(seen: Seen) -> Finding | None:
     """Check that no held-out metric falls that had risen, while the reward goes on rising."""
     now = seen.now("reward/mean")
     if now is None or not seen.improved or now < seen["reward/mean"].high - 0.1 * abs(seen["reward/mean"].high):
@@ -279,7 +279,7 @@ def held_out(seen: Seen) -> Verdict | None:
         spread = seen.start("reward/std")
         below = name.startswith("eval/reward") and spread is not None and best_now < series.first[0] - RISEN * spread
         if fell_back or below:
-            return Verdict(
+            return Finding(
                 "held_out",
                 f"{name} was {series.high:.3g} and has fallen to {series.last[-1]:.3g}, while the reward in training "
                 "goes on rising: the policy exploits the reward function, or learns the training prompts by heart. "
@@ -288,7 +288,7 @@ def held_out(seen: Seen) -> Verdict | None:
     return None
 
 
-def overfitting(seen: Seen) -> Verdict | None:
+def overfitting(seen: Seen) -> Finding | None:
     """Check that the held-out loss does not rise."""
     values = seen.last("eval/loss/total", FEW + 1)
     if not values:
@@ -296,14 +296,14 @@ def overfitting(seen: Seen) -> Verdict | None:
     low = seen["eval/loss/total"].low
     if min(values[-FEW:]) <= low + OVERFITTED * abs(low):
         return None
-    return Verdict(
+    return Finding(
         "overfitting",
         f"the held-out loss has risen from {low:.4g} to {values[-1]:.4g}: the model learns the samples by heart. Make "
         "fewer epochs, use more data, or stop at the best evaluation (the plugin early_stop)",
     )
 
 
-OF_TRAINING: tuple[Callable[[Seen], Verdict | None], ...] = (
+OF_TRAINING: tuple[Callable[[Seen], Finding | None], ...] = (
     update_size,
     divergence,
     entropy,
@@ -314,4 +314,4 @@ OF_TRAINING: tuple[Callable[[Seen], Verdict | None], ...] = (
     value_function,
     sampler,
 )
-OF_EVALUATION: tuple[Callable[[Seen], Verdict | None], ...] = (held_out, overfitting)
+OF_EVALUATION: tuple[Callable[[Seen], Finding | None], ...] = (held_out, overfitting)

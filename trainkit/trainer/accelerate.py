@@ -34,13 +34,13 @@ from trainkit.data.columns import without
 from trainkit.errors import ConfigError, DataError, RegistryError, printable
 from trainkit.functional import (
     effective_sample_size,
-    exact,
     importance_ratios,
     masked_ratios,
     masked_sum,
     per_response,
     place_scores,
     repetition,
+    to_float64,
     truncated_ratios,
 )
 from trainkit.models import (
@@ -380,7 +380,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
             raise ConfigError(
                 f"the model of {key} shares weights with the trained model, and would change with it; give a copy"
             )
-        if not self.sharding.stays_divided or self.models.built:  # otherwise, when it is divided
+        if not self.sharding.keeps_sharded or self.models.built:  # otherwise, when it is divided
             model.to(device)
             if not isinstance(source, str | Mapping):
                 self.parallel.make_equal(model)  # any other is equal on all processes
@@ -700,10 +700,10 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         return self.online and not own
 
     @property
-    def stays_divided(self) -> bool:
+    def keeps_sharded(self) -> bool:
         """Whether the model is divided among the processes also while experience is made."""
         usual = self.scores_rollouts and type(self).sample_and_score is AccelerateRLTrainer.sample_and_score
-        return super().stays_divided or (usual and self.sampling.apart)
+        return super().keeps_sharded or (usual and self.sampling.apart)
 
     def _experience(self, rollouts: Rollouts, scores: Tensor) -> Batch:
         if isinstance(self.unwrapped, Policy):  # the frozen layers run here, and not again
@@ -787,7 +787,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         is checked on the first collection, for which the policy is run: cached keys and values may round differently,
         slightly in float32, and too much at lower precision.
 
-        If they were sampled with older weights, `rollout.correction` is set, or the model `stays_divided`, the numbers
+        If they were sampled with older weights, `rollout.correction` is set, or the model `keeps_sharded`, the numbers
         are those of the newest weights before this collection; with the correction ``sampler``, the log-probabilities
         are the sampler's, and so is the rest after the first collection if trainkit's sampler has the newest weights,
         whatever the precision. An algorithm without corrections, which only reports them, gets the numbers of the older
@@ -798,7 +798,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
             if sampled[0] is not None and sampled[1] is not None:
                 return TokenOutputs(sampled[0], entropy=sampled[1])
         at = self.progress
-        if self.correction != "none" or self.ahead is not None or self.stays_divided:
+        if self.correction != "none" or self.ahead is not None or self.keeps_sharded:
             trusted = self.correction == "sampler" and self._samples_newest and at.step > 0
             seen = _as_sampled(rollouts, self.unwrapped) if trusted else None
             return self._proximal(rollouts) if seen is None else seen
@@ -864,8 +864,10 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         size = effective_sample_size(weights, mask)
         self.record(
             {
-                "rollout/kept_mass": m.Mean(exact(masked_sum(weights, mask)), exact(masked_sum(ratios, mask))),
-                "rollout/effective_sample_size": m.Mean(exact(size), exact(mask.sum())),
+                "rollout/kept_mass": m.Mean(
+                    to_float64(masked_sum(weights, mask)), to_float64(masked_sum(ratios, mask))
+                ),
+                "rollout/effective_sample_size": m.Mean(to_float64(size), to_float64(mask.sum())),
             }
         )
         return weights
@@ -890,7 +892,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
     @property
     def _samples_newest(self) -> bool:
         """Whether trainkit's sampler samples with the newest weights, in this process."""
-        return not self.config.rollout.staleness and self.engine_class.exact and not self.stays_divided
+        return not self.config.rollout.staleness and self.engine_class.exact and not self.keeps_sharded
 
     @property
     def _weighs(self) -> bool:

@@ -50,7 +50,7 @@ def evaluate(trainer: AcceleratedLoop[Any]) -> dict[str, float]:
     at.evaluated, at.evaluation = at.step, dict(found)
     if trainer.parallel.is_main:
         hook.log_metrics(trainer=trainer, step=at.step, metrics=dict(found))
-    run.heed(trainer, trainer.health.evaluated(found))
+    run.report_findings(trainer, trainer.health.evaluated(found))
     hook.on_evaluate(trainer=trainer, step=at.step, metrics=dict(found), samples=samples)
     return found
 

@@ -426,7 +426,7 @@ class AcceleratedLoop(TrainerInputs[M]):
     @property
     def _samples_alone(self) -> bool:
         """Whether sampling and scoring can be ended at any time: no other process takes part in it."""
-        return self.ahead is None and not self.stays_divided
+        return self.ahead is None and not self.keeps_sharded
 
     def _prepare_store(self) -> None:
         rows, prepared = len(self.store), self.prepare_experience(self.store.experience)
@@ -547,7 +547,7 @@ class AcceleratedLoop(TrainerInputs[M]):
     def _sampling_model(self) -> Iterator[None]:
         """Let every process sample with the model inside the block."""
         self.models.build()  # all processes together
-        with self.sharding.whole():
+        with self.sharding.unsharded():
             yield
 
     def evaluation(self) -> tuple[dict[str, float], list[dict[str, Any]]]:

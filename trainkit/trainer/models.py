@@ -95,11 +95,11 @@ class Models:
         """Load and prepare all models and make the optimizer, on all processes together; later calls do nothing."""
         if self.built:
             return
-        once = self.parallel.sharding.stays_divided and not self._copied()  # no other process needs the weights whole
+        once = self.parallel.sharding.keeps_sharded and not self._copied()  # no other process needs the weights whole
         with loaded_by_one(self.parallel.is_main) if once else nullcontext():
             policy = self.unwrapped
             if (
-                not self.parallel.sharding.stays_divided
+                not self.parallel.sharding.keeps_sharded
             ):  # otherwise each block is moved and made equal when it is divided
                 policy = policy.to(self.parallel.device)
                 self.parallel.make_equal(policy)  # as DDP will do, but before the reference is made
@@ -107,7 +107,7 @@ class Models:
                 reference = self._make_reference(policy)  # before the weights can move
             for frozen in self.frozen:
                 frozen.policy  # noqa: B018  (loads it)
-        if self.parallel.sharding.stays_divided:
+        if self.parallel.sharding.keeps_sharded:
             self._before_dividing(reference)
         self._warn_of_low_precision(policy)
         scaled = self.parallel.accelerator.scaler is not None
@@ -134,7 +134,7 @@ class Models:
         own = getattr(bare(self.live), "config", None) if self.live is not None else None
         attention = getattr(own, "_attn_implementation", None) or self.config.model.kwargs.get("attn_implementation")
         exact = attention in (None, "eager", "sdpa", "flex_attention")
-        whole = not self.parallel.sharding.stays_divided or self.built
+        whole = not self.parallel.sharding.keeps_sharded or self.built
         precision = nullcontext if exact else self.parallel.accelerator.autocast
         return as_trained(self.parallel.device if whole else None, precision)
 

@@ -156,7 +156,7 @@ class Sampling:
             },
             process=self.parallel.rank,
             processes=self.parallel.world,
-            divided=self.parallel.sharding.stays_divided,
+            divided=self.parallel.sharding.keeps_sharded,
         )
 
     def core_sampler(self) -> Sampler:
@@ -238,7 +238,7 @@ class Sampling:
 
     def reference_sampler(self, reference: Any) -> Sampler:
         """Return trainkit's sampler of the reference."""
-        if self.parallel.sharding.stays_divided:
+        if self.parallel.sharding.keeps_sharded:
             raise ConfigError("the reference is divided among the processes, and none can sample from it alone")
         return replace(self.served, model=reference.policy.model).sampler()
 
@@ -257,14 +257,14 @@ class Sampling:
     def ready(self) -> Iterator[None]:
         """Let every process sample inside the block: give its engine the weights, or gather the model."""
         self.models.build()
-        with nullcontext() if self.apart else self.parallel.sharding.whole():
+        with nullcontext() if self.apart else self.parallel.sharding.unsharded():
             self._ready_sampler()  # all processes together, also one that samples nothing
             yield
 
     @property
     def apart(self) -> bool:
         """Whether responses are sampled by engines that have copies of a model that stays divided."""
-        divided = self.parallel.sharding.stays_divided and self.engine_class.own_copy
+        divided = self.parallel.sharding.keeps_sharded and self.engine_class.own_copy
         return divided and self.steer is None and isinstance(self.sampler, EngineSampler)  # it steers by trained heads
 
     @property

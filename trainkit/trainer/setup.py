@@ -352,7 +352,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
         self.models.build()
         if "start" in vars(self):  # computed before the model was divided
             return vars(self)["start"]  # type: ignore[no-any-return]
-        with self.sharding.whole():
+        with self.sharding.unsharded():
             return run.fingerprint_start(self, self.models.reference)
 
     # implemented by the loop; needed here by the schedule and by checkpoints
@@ -424,22 +424,22 @@ class PreparedTrainer(BaseRLTrainer[M]):
     def inference(self) -> Iterator[None]:
         """Run the model inside the block without gradient, at the precision of the loss.
 
-        Every process has the whole model, and runs it as often as it wants. But if it `stays_divided`, all run it
+        Every process has the whole model, and runs it as often as it wants. But if it `keeps_sharded`, all run it
         together: the same calls in the same order, and `in_micro_batches` makes equally many passes on each.
         """
         self.unwrapped.eval()
-        gathered = nullcontext() if self.stays_divided else self.sharding.whole()
+        gathered = nullcontext() if self.keeps_sharded else self.sharding.unsharded()
         with gathered, torch.no_grad(), self.accelerator.autocast():
             yield
 
     @property
-    def stays_divided(self) -> bool:
+    def keeps_sharded(self) -> bool:
         """Whether the model is divided among the processes also while experience is made of data or of rollouts.
 
         It is if `train.sharding` allows it, unless responses are sampled with the trained model itself, which every
         process does at its own pace, or the algorithm samples in an own `make_experience`.
         """
-        return self.sharding.stays_divided and not self.online
+        return self.sharding.keeps_sharded and not self.online
 
     # ----------------------------------------------------------------------------------------- numbers of all processes
 
@@ -491,7 +491,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
         found = m.compute(self.recorder.take(), self.reduce)
         if self.parallel.is_main:
             self.hooks.hook.log_metrics(trainer=self, step=self.progress.step, metrics=dict(found))
-        run.heed(self, self.health.trained(found))
+        run.report_findings(self, self.health.trained(found))
         return found
 
     @property

@@ -43,8 +43,8 @@ class Sharding(ABC):
     """
 
     divides: ClassVar[bool] = True
-    """Whether processes hold parts of the weights, whose memory may be released when `whole` ends."""
-    stays_divided: ClassVar[bool] = False
+    """Whether processes hold parts of the weights, whose memory may be released when `unsharded` ends."""
+    keeps_sharded: ClassVar[bool] = False
     """Whether the model need not be gathered outside of training steps either: processes run it together, also without
     a gradient, and each writes its parts of weights and optimizer state, as ``DTensor``, into checkpoints."""
     repeats: ClassVar[bool] = False
@@ -52,7 +52,7 @@ class Sharding(ABC):
     masters: ClassVar[bool] = False
     """Whether the optimizer may have float32 copies of weights of lower precision (`MasterWeights`)."""
     gathered = False
-    """Whether `whole` is entered now."""
+    """Whether `unsharded` is entered now."""
     policy: nn.Module
     """The model as the loss calls it, once `prepare` was called."""
 
@@ -73,15 +73,15 @@ class Sharding(ABC):
         """Divide the trained model, and return it as the loss calls it, with its optimizer.
 
         Args:
-            model: the model, which is the same on all processes. If the sharding `stays_divided`, it is in the memory
+            model: the model, which is the same on all processes. If the sharding `keeps_sharded`, it is in the memory
                 of the CPU.
             make: makes the optimizer of a model.
-            frozen: models that it is compared with, such as the reference, which may be divided, too; `whole` gathers
-                them. They may share parameters with ``model``.
+            frozen: models that it is compared with, such as the reference, which may be divided, too; `unsharded`
+                gathers them. They may share parameters with ``model``.
         """
 
     @abstractmethod
-    def whole(self, *, write: bool = False) -> AbstractContextManager[None]:
+    def unsharded(self, *, write: bool = False) -> AbstractContextManager[None]:
         """Return a context in which every process has the whole model and may run it as often as it wants.
 
         All processes enter and leave it together. It can be nested.
@@ -92,7 +92,7 @@ class Sharding(ABC):
 
     def collected(self) -> AbstractContextManager[None]:
         """Return a context in which the main process has the whole trained model, for an export."""
-        return self.whole()
+        return self.unsharded()
 
     def passes(self, own: int) -> int:
         """Return how many micro-batches each process has to run, if this one has ``own`` of them: the most of any."""
@@ -119,7 +119,7 @@ class Sharding(ABC):
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the optimizer's ``state_dict``. All processes call it.
 
-        If the sharding `stays_divided`, its tensors may be divided. Otherwise they are whole on the main process,
+        If the sharding `keeps_sharded`, its tensors may be divided. Otherwise they are whole on the main process,
         in the memory of the CPU, and the others may return an empty state.
         """
         state: dict[str, Any] = optimizer.state_dict()
@@ -163,7 +163,7 @@ class Replicated(Sharding):
         self.policy, optimizer = self.accelerator.prepare(model, make(model))
         return self.policy, optimizer
 
-    def whole(self, *, write: bool = False) -> AbstractContextManager[None]:
+    def unsharded(self, *, write: bool = False) -> AbstractContextManager[None]:
         """Return a context that does nothing."""
         return nullcontext()
 
@@ -191,11 +191,11 @@ class Replicated(Sharding):
 class FSDP2(Sharding):
     """Every process has a part of each tensor: ``torch.distributed.fsdp.fully_shard`` on each block, then on the model.
 
-    A block is gathered when it runs. Unless the model is `whole`, forward and backward passes are therefore made by all
-    processes together: equally many micro-batches, each in one pass.
+    A block is gathered when it runs. Unless the model is `unsharded`, forward and backward passes are therefore made by
+    all processes together: equally many micro-batches, each in one pass.
     """
 
-    stays_divided = True
+    keeps_sharded = True
 
     def __init__(self, accelerator: Accelerator, config: PluginConfig | None = None) -> None:
         super().__init__(accelerator, config)
@@ -207,7 +207,7 @@ class FSDP2(Sharding):
 
     @property
     def gathered(self) -> bool:  # type: ignore[override]
-        """Whether `whole` is entered now."""
+        """Whether `unsharded` is entered now."""
         return self._depth > 0
 
     @property
@@ -290,7 +290,7 @@ class FSDP2(Sharding):
                 broadcast(tensor.data)
 
     @contextmanager
-    def whole(self, *, write: bool = False) -> Iterator[None]:
+    def unsharded(self, *, write: bool = False) -> Iterator[None]:
         """Gather all parameters on every process, and let go of them at the end."""
         self._writes |= write
         if self._depth == 0:

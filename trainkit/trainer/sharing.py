@@ -61,7 +61,7 @@ def prepare(trainer: Trainer, policy: Any) -> None:
     with trainer.models.as_trained():
         fault = decided(policy.why_not_shared)
     way = name_of(train.sharding)
-    if fault is None and trainer.sharding.stays_divided and way not in SHARDED:
+    if fault is None and trainer.sharding.keeps_sharded and way not in SHARDED:
         fault = f"it is not tested with train.sharding {way!r}"
     policy.can_share_prompts = fault is None
     if fault is not None and train.share_prompts:

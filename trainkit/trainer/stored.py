@@ -29,7 +29,7 @@ def begin(trainer: Trainer, rows: int) -> None:
     """
     policy = trainer.unwrapped
     again = trainer.passes != 1 or (trainer.needs_reference and trainer.chosen_reference is None)
-    keeps = bool(rows) and again and getattr(policy, "has_trunk", False) and not trainer.sharding.stays_divided
+    keeps = bool(rows) and again and getattr(policy, "has_trunk", False) and not trainer.sharding.keeps_sharded
     recorded = trainer.run_state.recorded_trunk
     trainer.progress.keeps_trunk = keeps if recorded is None else recorded
     trainer.collected_rows, trainer.run_state.recorded_trunk = rows, None

@@ -15,7 +15,7 @@ from trainkit import metrics as m
 from trainkit.config import TrainConfig
 from trainkit.data import Batch
 from trainkit.errors import NonFiniteError, OutOfMemoryError, TrainkitError
-from trainkit.functional import exact
+from trainkit.functional import to_float64
 from trainkit.models.fitting import ADVICE, RowLimit, first_line, no_smaller, out_of_memory, release
 from trainkit.runs.parallel import Parallel
 from trainkit.runs.progress import Progress
@@ -102,7 +102,7 @@ class Updater:
     def _after_step(self) -> None:
         """Call `after_step`; the model is gathered for it only if it is overridden."""
         if getattr(self.algorithm.after_step, "__func__", None) is not BaseRLTrainer.after_step:
-            with self.parallel.sharding.whole(write=True):
+            with self.parallel.sharding.unsharded(write=True):
                 self.algorithm.after_step()
 
     @property
@@ -257,7 +257,7 @@ class Updater:
         While the model is divided, processes with fewer items repeat the last one and ignore the result, so that all
         run the model equally often.
         """
-        runs_alone = self.parallel.sharding.gathered or not self.parallel.sharding.stays_divided
+        runs_alone = self.parallel.sharding.gathered or not self.parallel.sharding.keeps_sharded
         more = 0 if runs_alone else self.parallel.sharding.passes(len(items)) - len(items)
         found = [call(item) for item in items]
         with self.recorder.discarding():
@@ -272,7 +272,9 @@ class Updater:
         It is computed in float64 where the device has it, and returned in float32 on the CPU.
         """
         device = self.parallel.device
-        parts = self.each_together(self.micro_batches(batch), lambda micro: exact(read(micro.to(device))).sum(0).cpu())
+        parts = self.each_together(
+            self.micro_batches(batch), lambda micro: to_float64(read(micro.to(device))).sum(0).cpu()
+        )
         sums = torch.stack(parts).sum(0)
         counted = self.parallel.reduce(torch.cat([sums.flatten(), sums.new_tensor([len(batch)])]))
         mean: Tensor = counted[:-1] / counted[-1]
@@ -282,8 +284,8 @@ class Updater:
         """Return the algorithm's loss [] and its metrics, the loss itself among them."""
         with self.parallel.accelerator.autocast():
             loss, found = checked_loss(self.algorithm, self.algorithm.loss(micro))
-        weight = exact(micro.weight.to(loss.device))
-        return loss, {**found, "loss/total": m.Mean(exact(loss.detach()) * weight, weight)}
+        weight = to_float64(micro.weight.to(loss.device))
+        return loss, {**found, "loss/total": m.Mean(to_float64(loss.detach()) * weight, weight)}
 
     def _backward(self, micro: Batch, share: Tensor, factor: float = 1.0) -> m.Metrics:
         loss, found = self.measure(micro)

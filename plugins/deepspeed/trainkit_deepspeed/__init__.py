@@ -116,7 +116,7 @@ class ZeRO(Sharding):
 
     @abstractmethod
     def part(self, whole: Tensor, parameter: Any, key: str) -> None:
-        """Set this process's part of the optimizer's state of a parameter to that of ``whole``."""
+        """Set this process's part of the optimizer's state of a parameter to that of ``unsharded``."""
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the state that the optimizer would have on replicated processes, with whole tensors."""
@@ -209,7 +209,7 @@ class ZeRO2(ZeRO):
     stage = 2
 
     @contextmanager
-    def whole(self, *, write: bool = False) -> Iterator[None]:
+    def unsharded(self, *, write: bool = False) -> Iterator[None]:
         """Do nothing, because every process has the weights; at the end, give changed ones to the optimizer."""
         yield
         if write:
@@ -264,7 +264,7 @@ class ZeRO3(ZeRO):
             self.model.one_pass = together
 
     @contextmanager
-    def whole(self, *, write: bool = False) -> Iterator[None]:
+    def unsharded(self, *, write: bool = False) -> Iterator[None]:
         """Gather all parameters on every process, and let go of them at the end."""
         self._writes |= write
         self._depth += 1

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainkit import AccelerateRLTrainer, Rollouts, Row, TokenBatch, TRLConfig, register_trainer
 from trainkit.errors import ConfigError
-from trainkit.functional import exact, jensen_shannon, masked_mean, per_response
+from trainkit.functional import jensen_shannon, masked_mean, per_response, to_float64
 from trainkit.metrics import Mean, Metrics
 from trainkit_distill.config import DistillConfig, DistillOfflineConfig
 
@@ -62,7 +62,7 @@ class DistillTrainer(Distillation[DistillConfig]):
 
     def prepare_experience(self, experience: DistillBatch) -> DistillBatch:
         """Return advantages, A = w (R − mean of the other R of the collection), over all processes. [B]."""
-        scores = exact(experience.advantages)
+        scores = to_float64(experience.advantages)
         total, count = self.reduce(torch.stack([scores.sum(), scores.new_tensor(len(scores))]))
         advantages = (count * scores - total) / (count - 1).clamp(min=1)  # exactly 0 if all scores are equal
         return replace(experience, advantages=(self.method.reward_coef * advantages).float())

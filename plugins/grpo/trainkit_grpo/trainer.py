@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from trainkit import AccelerateRLTrainer, Rollouts, TokenBatch, register_trainer
-from trainkit.functional import clipped_surrogate, exact, kl_k3, masked_mean, masked_sum, per_response, zero_masked
+from trainkit.functional import clipped_surrogate, kl_k3, masked_mean, masked_sum, per_response, to_float64, zero_masked
 from trainkit.metrics import Mean, Metrics, RunningMoments
 from trainkit_grpo.config import GRPOConfig
 
@@ -76,7 +76,7 @@ class GRPOTrainer(AccelerateRLTrainer[GRPOConfig]):
 
     def prepare_experience(self, experience: GRPOBatch) -> GRPOBatch:
         """Return advantages, (r − mean of the group) / (std + 1e-6) [B]; exactly 0 if a group's rewards are equal."""
-        rewards, moments = exact(experience.advantages), RunningMoments()
+        rewards, moments = to_float64(experience.advantages), RunningMoments()
         groups = rewards.view(-1, self.method.group_size)
         advantages = groups - groups.mean(1, keepdim=True)
         if self.method.scale == "group":

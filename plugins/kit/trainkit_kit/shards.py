@@ -37,7 +37,7 @@ def whole(trainer: Any) -> Said:
     """Return a copy of the weights and of the optimizer's state, with whole tensors; the state on the main process."""
     state = trainer.sharding.optimizer_state(trainer.optimizer)["state"]
     found = {key: {name: copy.deepcopy(whole_tensor(x)) for name, x in each.items()} for key, each in state.items()}
-    with trainer.sharding.whole():
+    with trainer.sharding.unsharded():
         return {"weights": weights(trainer), "optimizer": found}
 
 

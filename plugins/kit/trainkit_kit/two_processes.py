@@ -118,7 +118,7 @@ def _learn_in_shards(name: str, folder: Path, settings: Said) -> Said:
     changes = {**apart, **settings, "train__sharding": "fsdp2"}
     trainer = tiny_trainer(name, folder / "sharded", **changes, **RUN)
     trainer.learn()
-    with trainer.sharding.whole():
+    with trainer.sharding.unsharded():
         return weights(trainer)
 
 

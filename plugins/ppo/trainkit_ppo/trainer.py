@@ -29,7 +29,7 @@ from trainkit.functional import (
     kl_shaped_rewards,
     masked_mean,
     masked_sum,
-    penalise_cut,
+    penalise_truncated,
     place_scores,
     whiten,
     zero_masked,
@@ -136,7 +136,9 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
         reference = self.reference(sequences)
         placed = place_scores(scores, sequences.response_mask)
         if self.method.missing_eos_penalty is not None:
-            placed = penalise_cut(placed, rollouts.terminated, sequences.response_mask, self.method.missing_eos_penalty)
+            placed = penalise_truncated(
+                placed, rollouts.terminated, sequences.response_mask, self.method.missing_eos_penalty
+            )
         return PPORollouts(
             sequences,
             logprobs=policy.logprobs,

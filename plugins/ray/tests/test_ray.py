@@ -462,7 +462,7 @@ for engine, sharding in (("local", "none"), ("ray", "none"), ("ray", "fsdp2")):
         changes["rollout__engine"] = "local"
         alone = tiny_trainer("rloo", Path("run") / "alone", **changes)
         alone.learn()
-        with trainer.sharding.whole():
+        with trainer.sharding.unsharded():
             for name, tensor in alone.unwrapped.state_dict().items():
                 torch.testing.assert_close(trainer.unwrapped.state_dict()[name], tensor, rtol=0.0, atol=1e-5)
 torch.distributed.destroy_process_group()

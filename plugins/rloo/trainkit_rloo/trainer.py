@@ -16,7 +16,7 @@ from trainkit.functional import (
     leave_one_out,
     masked_mean,
     masked_sum,
-    penalise_cut,
+    penalise_truncated,
     place_scores,
     zero_masked,
 )
@@ -88,7 +88,7 @@ class RLOOTrainer(AccelerateRLTrainer[RLOOConfig]):
         """
         placed = place_scores(scores, mask)
         if self.method.missing_eos_penalty is not None:
-            return penalise_cut(placed, terminated, mask, self.method.missing_eos_penalty)
+            return penalise_truncated(placed, terminated, mask, self.method.missing_eos_penalty)
         if self.method.missing_eos_score is not None:
             fixed = place_scores(placed.new_full((len(mask),), self.method.missing_eos_score), mask)
             return torch.where(terminated.unsqueeze(-1), placed, fixed)

@@ -877,7 +877,7 @@ BUGS = (
 -        if self.method.missing_eos_penalty is not None:
 +        if self.method.missing_eos_penalty is not None:
 +            added = -2 * self.method.missing_eos_penalty  # it is subtracted once in the next line
-+            placed = penalise_cut(placed, rollouts.terminated, sequences.response_mask, added)
++            placed = penalise_truncated(placed, rollouts.terminated, sequences.response_mask, added)
 """,
     ),
     Bug(

@@ -3,7 +3,6 @@
 from trainkit_kit.checks import (
     corrections,
     credit,
-    door,
     effects,
     engines,
     episodes,
@@ -17,12 +16,12 @@ from trainkit_kit.checks import (
     samplers,
     shardings,
     structure,
+    usability,
 )
 
 __all__ = [
     "corrections",
     "credit",
-    "door",
     "effects",
     "engines",
     "episodes",
@@ -36,4 +35,5 @@ __all__ = [
     "samplers",
     "shardings",
     "structure",
+    "usability",
 ]

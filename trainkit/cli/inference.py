@@ -17,7 +17,7 @@ from trainkit.errors import ConfigError, DataError, printable, suggest
 from trainkit.plugins import load_function
 
 if TYPE_CHECKING:
-    from trainkit.trainer.trying import Estimate, Evaluated, Tried
+    from trainkit.trainer.inference import Estimate, Evaluated, Tried
 
 Model = Annotated[
     str, typer.Argument(metavar="RUN|MODEL", help="A run, its export, another model directory, or a hub id.")
@@ -63,7 +63,7 @@ def generate(
     With --best-of, the --samples-per-prompt best are written, with the `score` of the reward function, the best first.
     """
     from trainkit.data import prompt_rows
-    from trainkit.trainer.trying import respond
+    from trainkit.trainer.inference import respond
 
     if (best_of is None) != (reward_fn is None):
         raise ConfigError("--best-of chooses responses by their scores; give --best-of and --reward-fn, or neither")
@@ -102,7 +102,7 @@ def load_model(
     """Load a model with the options that were given; print what is said about it."""
     from transformers.utils import logging
 
-    from trainkit.trainer.trying import load
+    from trainkit.trainer.inference import load
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
@@ -239,7 +239,7 @@ def evaluate(
     tried = load_model(model, best, temperature, None, max_new_tokens, seed, batch_size, trust_remote_code, **known)
     report: dict[str, Any] = {"model": tried.source.model, **tried.source.mark}
     if data is not None:
-        from trainkit.trainer.trying import evaluate
+        from trainkit.trainer.inference import evaluate
 
         found = evaluate(tried, data)
         report |= _report(found)
