@@ -68,7 +68,7 @@ def test_kl_is_exactly_zero_before_the_first_update(name: str, kind: str, tmp_pa
 
 @table("kind", [kind for kind in KINDS if kind not in ("pissa", "saved module")])
 def test_the_reference_is_the_model_without_the_adapter_and_shares_all_of_it(kind: str) -> None:
-    """S-26: what training does to the adapter does not reach the reference, nor does asking it switch anything."""
+    """What training does to the adapter does not reach the reference, nor does asking it switch anything."""
     model = load_model(ModelConfig(model_path=tiny_llama(10), peft_config=KINDS[kind]))
     policy = CausalPolicy(model)
     reference = Reference(policy)

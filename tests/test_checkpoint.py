@@ -199,7 +199,7 @@ def test_a_batch_class_that_nobody_has_defined_is_refused_by_name(
 
 
 def test_only_batches_can_be_named_as_classes(tmp_path: Path) -> None:
-    """A file that asks for any other object gets none, importable or not (F1)."""
+    """A file that asks for any other object gets none, importable or not."""
     write_state(tmp_path, "state", {})
     for name in ("os.system", "builtins.eval", "trainkit.data.batches.Rollouts"):
         (tmp_path / "state.json").write_text(json.dumps({"batch": name, "fields": {"dict": [["command", "x"]]}}))
@@ -278,7 +278,7 @@ def test_a_checkpoint_is_safetensors_and_json_with_a_manifest_of_every_file(tmp_
 @pytest.mark.daily(name=("sft",))
 @pytest.mark.parametrize("name", trainkit.available_trainers())
 def test_a_run_leaves_no_pickle_and_nothing_that_is_not_listed(name: str, tmp_path: Path) -> None:
-    """F1: every file parses as JSON or as safetensors, in checkpoints of every algorithm."""
+    """Every file parses as JSON or as safetensors, in checkpoints of every algorithm."""
     tiny_trainer(name, tmp_path, train__save_interval=2, train__total_steps=2).learn()
     (path,) = checkpoint.checkpoints(tmp_path / "checkpoints")
     listed = json.loads((path / MANIFEST).read_text())["files"]
@@ -1250,7 +1250,7 @@ def test_best_is_the_export_of_the_highest_evaluation(rewards: list[float], winn
 
 @pytest.mark.slow
 def test_best_is_judged_at_the_first_value_of_a_sweep(tmp_path: Path) -> None:
-    """S-33: at the first value the second evaluation is the best, at the other the last."""
+    """At the first value the second evaluation is the best, at the other the last."""
     rewards = {1: [0.0, 3.0, 1.0, 2.0], 6: [0.0, 1.0, 2.0, 3.0]}  # by the longest response and step
     seen = Remember()
     trainer = tiny_trainer(

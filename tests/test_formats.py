@@ -107,7 +107,7 @@ def test_of_prompt_and_completion_only_the_completion_is_output(template: str) -
 def test_a_conversation_loses_nothing_and_trains_one_eos_per_answer(
     template: str, turns: list[tuple[str, str]]
 ) -> None:
-    """S-35: what the template writes, to the last EOS; every answer with its EOS, and nothing else, is trained."""
+    """What the template writes, to the last EOS; every answer with its EOS, and nothing else, is trained."""
     made = tokenizer(template)
     talk = [says(role, text) for turn in turns for role, text in zip(("user", "assistant"), turn, strict=True)]
     (row,) = sample_rows([talk], None, made)

@@ -237,7 +237,7 @@ def test_estimators_have_the_known_expectations_under_the_policy():
     for estimator in (kl_k1, kl_k3):
         close((POLICY * estimator(POLICY.log(), REFERENCE.log())).sum(), 0.183787, rtol=0, atol=1e-6)
     close((POLICY * kl_k2(POLICY.log(), REFERENCE.log())).sum(), 0.181677, rtol=0, atol=1e-6)
-    # exp(k1) − 1 − k1 has the expectation χ² − KL = Σ p²/q − 1 − KL = .191213 under the policy (S-06).
+    # exp(k1) − 1 − k1 has the expectation χ² − KL = Σ p²/q − 1 − KL = .191213 under the policy.
     backwards = (POLICY * kl_k3(REFERENCE.log(), POLICY.log())).sum()
     close(backwards, 0.191213, rtol=0, atol=1e-6)
 
@@ -436,7 +436,7 @@ def test_gae_gives_the_known_numbers():
 
 
 def test_gae_goes_on_with_the_value_of_the_state_that_a_cut_response_ends_in():
-    """F-05, γ = .9, λ = .5: δ = .5 + .9·.4 − .5 = .36 and 1 + .9·2 − .4 = 2.4, so A = .36 + .45·2.4 = 1.44 and 2.4.
+    """Γ = .9, λ = .5: δ = .5 + .9·.4 − .5 = .36 and 1 + .9·2 − .4 = 2.4, so A = .36 + .45·2.4 = 1.44 and 2.4.
 
     The second row ended by itself: δ = 1 − .4 = .6 at its last token, A = .36 + .45·.6 = .63 and .6.
     """

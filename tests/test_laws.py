@@ -230,7 +230,7 @@ def test_held_out_samples_are_measured_by_the_loss_however_they_are_split(name: 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ilql", "ppo"])
 def test_export_loads_in_transformers_with_equal_logits_and_goes_on_with_its_heads(name: str, tmp_path: Path) -> None:
-    """S-19: base-model keys only; heads beside them."""
+    """Base-model keys only; heads beside them."""
     from transformers import AutoModelForSeq2SeqLM
 
     from trainkit.models.trunk import tiny_input

@@ -91,7 +91,7 @@ def test_without_shuffling_every_epoch_keeps_the_given_order() -> None:
 
 @pytest.mark.slow
 def test_order_is_the_same_in_every_process() -> None:
-    """S-30: string hashes, which differ between processes, have no part in it."""
+    """String hashes, which differ between processes, have no part in it."""
     code = "from trainkit.data.pipeline import Pipeline; p = Pipeline(range(20), seed=5); print(p.order(0), p.order(7))"
     found = [
         subprocess.run(
@@ -152,7 +152,6 @@ def test_prompts_may_be_strings_dicts_or_any_finite_iterable_of_them() -> None:
 
 
 def test_the_callers_dicts_are_copied_so_that_rows_can_be_made_twice() -> None:
-    """S-32."""
     prompts = [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2}]
     before = copy.deepcopy(prompts)
     first = prompt_rows(prompts)
@@ -289,7 +288,6 @@ def test_a_prompt_of_exactly_the_budget_fits() -> None:
 
 
 def test_a_truncated_prompt_keeps_its_tail_and_the_count_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """S-44."""
     made = tokenizer()
     encode = PromptEncoder(made, 4, "truncate")
     with caplog.at_level(logging.WARNING):
@@ -415,7 +413,7 @@ every_pad = pytest.mark.parametrize("pad", PADS)
 
 @every_pad
 def test_the_output_and_one_eos_are_trained_and_the_prompt_is_read(pad: str) -> None:
-    """S-35, also where padding has EOS's id."""
+    """Also where padding has EOS's id."""
     made = tokenizer(f"{BOS} $A {EOS}", pad=pad)
     assert encoded(made, ("ab", "cd")) == (ids_of(made, BOS, *"abcd", EOS), "...xxx")
 
@@ -565,7 +563,7 @@ def sides(tokenizer: Any, prompt: str, chosen: str, rejected: str, limit: int | 
 
 
 def test_a_pair_that_is_too_long_loses_the_same_beginning_of_its_prompt_on_both_sides() -> None:
-    """S-36: the longer side decides; not the response while the prompt has tokens, of which one is left."""
+    """The longer side decides; not the response while the prompt has tokens, of which one is left."""
     made = character_tokenizer("abcdefgh")
     assert sides(made, "abc", "de", "f") == [("abc", "de<eos>"), ("abc", "f<eos>")]
     assert sides(made, "abc", "de", "f", 6) == [("abc", "de<eos>"), ("abc", "f<eos>")]
@@ -650,7 +648,7 @@ def in_bytes(made: Any, ids: list[int]) -> list[int]:
 def test_the_tokens_of_a_side_are_those_of_its_text_and_split_where_the_output_begins(
     kind: dict[str, bool], prompt: str, output: str
 ) -> None:
-    """S-36: BOS and EOS once; the first token of the output is the first that holds a byte of it."""
+    """BOS and EOS once; the first token of the output is the first that holds a byte of it."""
     made = byte_pairs(**kind)
     ids, mask = encode_joint(made, prompt, output)
     start, ends = mask.index(True), in_bytes(made, ids)
@@ -707,7 +705,7 @@ def test_bos_and_eos_that_a_text_spells_out_are_not_added_again(prompt: str, out
 
 
 def test_an_eos_inside_a_text_is_a_token_like_others() -> None:
-    """S-36: chat templates end every turn with one."""
+    """Chat templates end every turn with one."""
     made = byte_pairs()
     ids, mask = encode_joint(made, "the cat<eos>", "sat<eos>on")
     assert made.decode(ids) == "the cat<eos>sat<eos>on<eos>"

@@ -147,7 +147,7 @@ def test_numbers_and_gradients_of_a_row_follow_from_its_tokens_alone(name: str, 
 @with_shared_prompts_and_without
 @every_architecture
 def test_a_sampler_says_of_its_tokens_what_the_policy_says(name: str, shares: bool) -> None:
-    """F-02: at the temperature and under the mask, whatever top-k and top-p cut, before the weights are moved."""
+    """At the temperature and under the mask, whatever top-k and top-p cut, before the weights are moved."""
     mask = torch.rand(10, 10, generator=torch.Generator().manual_seed(4)) < 0.7
     mask[:, 8] = True  # EOS
     policy = lively(name, temperature=0.7, logit_mask=mask)

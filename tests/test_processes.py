@@ -447,7 +447,7 @@ def test_two_processes_have_the_gradient_of_one(name: str, gradients: Path) -> N
 
 @pytest.mark.parametrize("name", STEPS)
 def test_two_processes_have_the_metrics_of_one(name: str, gradients: Path) -> None:
-    """S-38: whatever the lengths of their rows, and however many each holds."""
+    """Whatever the lengths of their rows, and however many each holds."""
     alone, *both = (
         json.loads((gradients / name / f"metrics-{which}.json").read_text()) for which in ("1-0", "2-0", "2-1")
     )
@@ -480,7 +480,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_a_ratio_that_is_infinite_in_one_process_leaves_the_weights_of_both_alone(
     guarded: list[dict[str, Any]],
 ) -> None:
-    """S-21: one decision, on numbers of all processes; the step after it is made by both, and alike."""
+    """One decision, on numbers of all processes; the step after it is made by both, and alike."""
     assert [said["finite here"] for said in guarded] == [True, False]
     assert all(said["unchanged"] and said["moved"] for said in guarded)
     assert guarded[0]["sum"] == guarded[1]["sum"]
@@ -488,7 +488,7 @@ def test_a_ratio_that_is_infinite_in_one_process_leaves_the_weights_of_both_alon
 
 
 def test_two_processes_scale_scores_as_one_does(guarded: list[dict[str, Any]]) -> None:
-    """S-16, golden 10.7: the std of [1, 2, 3] is 1, with [10, 20] it is 7.981228, whoever holds which of them."""
+    """Golden 10.7: the std of [1, 2, 3] is 1, with [10, 20] it is 7.981228, whoever holds which of them."""
     assert [said["first"] for said in guarded] == [[1.0, 2.0], [3.0]]
     assert [said["second"] for said in guarded] == [[pytest.approx(10 / 7.981228)], [pytest.approx(20 / 7.981228)]]
 

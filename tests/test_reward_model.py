@@ -66,7 +66,7 @@ def padded(rows: list[list[int]], side: str, fill: int) -> Sequences:
 @table("fields", [tiny_gpt2(10), tiny_llama(10), OPT])
 @table("side", ["right", "left"])
 def test_the_score_is_read_at_the_last_attended_token_whatever_padding_holds(made: Any, fields: Any, side: str) -> None:
-    """S-27: the EOS that ends a text has the id that fills padding, and stands within a text too."""
+    """The EOS that ends a text has the id that fills padding, and stands within a text too."""
     model, eos = made(fields), 8
     rows = [[1, 2, eos], [3, eos, 4, 5, 6, eos], [7]]
     alone = torch.cat([model(padded([row], "right", 0)) for row in rows])
@@ -98,7 +98,7 @@ def test_scores_are_not_rounded_by_autocast(made: Any) -> None:
 @table("pad", range(4))
 @table("fields", [tiny_gpt2(10), tiny_llama(10)])
 def test_a_classifier_is_read_where_the_mask_says_whatever_its_padding_token_is(fields: Any, pad: int) -> None:
-    """S-27: the padding token ends the text, where transformers looks for the last token before it."""
+    """The padding token ends the text, where transformers looks for the last token before it."""
     model = classifier({**fields, "pad_token_id": pad})
     ids = torch.tensor([[4, 5, pad]])
     mask = torch.ones_like(ids, dtype=torch.bool)

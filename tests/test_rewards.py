@@ -485,7 +485,7 @@ def test_scores_given_to_step_pass_the_same_boundary(tmp_path: Path) -> None:
 
 
 def test_integer_and_float_rewards_train_alike(tmp_path: Path) -> None:
-    """S-58: integer rewards are not truncated on the way."""
+    """Integer rewards are not truncated on the way."""
     ends = []
     for kind in (int, float):
         trainer = tiny_trainer("ppo", tmp_path / kind.__name__, method__ppo_epochs=1, train__total_steps=2)

@@ -94,7 +94,7 @@ both_pads = table("pad", [PAD, EOS])
 
 @both_pads
 def test_masks_lengths_and_endings_are_those_of_what_was_sampled(pad: str) -> None:
-    """S-01, S-02: terminating EOS counts, also where padding has its id; being cut is not ending."""
+    """Terminating EOS counts, also where padding has its id; being cut is not ending."""
     sampler = on_rails("abc", "dd", pad_token=pad)
     queries = [ids_of("a"), ids_of(*"hgh"), ids_of(*"fd")]
     found = sample(sampler, queries, max_new_tokens=4)
@@ -108,7 +108,6 @@ def test_masks_lengths_and_endings_are_those_of_what_was_sampled(pad: str) -> No
 
 @both_pads
 def test_eos_within_a_prompt_neither_ends_the_response_nor_hides_from_attention(pad: str) -> None:
-    """S-24, S-04."""
     sampler = on_rails("abc", pad_token=pad)
     queries = [ids_of(EOS, "a"), ids_of("a", EOS, EOS, "a"), ids_of("a")]
     found = sample(sampler, queries, max_new_tokens=5)
@@ -120,7 +119,7 @@ def test_eos_within_a_prompt_neither_ends_the_response_nor_hides_from_attention(
 @both_pads
 @table("fields", [tiny_gpt2, tiny_llama])
 def test_prompts_of_special_tokens_alone_are_attended_to_by_sampler_and_policy_alike(fields: Any, pad: str) -> None:
-    """S-04: an unconditional prompt is EOS as BOS; its response has the same log-probabilities on both sides."""
+    """An unconditional prompt is EOS as BOS; its response has the same log-probabilities on both sides."""
     model = make_model(fields(len(TOKENS)))
     queries = [ids_of(EOS), ids_of(EOS, EOS, "a"), ids_of("c", EOS), ids_of("e")]
     found = sample(CausalSampler(model, tokenizer(pad_token=pad)), queries, max_new_tokens=6)
@@ -136,7 +135,7 @@ def test_eos_as_the_last_token_that_fits_is_an_end() -> None:
 
 @table("more", [TOKENS.index("c"), [TOKENS.index("c")], [TOKENS.index("h"), TOKENS.index("c")]])
 def test_every_eos_of_the_model_ends_a_response(more: Any) -> None:
-    """S-65: chat models stop at several ids; there is one flag for all, and the tokenizer's stays one of them."""
+    """Chat models stop at several ids; there is one flag for all, and the tokenizer's stays one of them."""
     sampler = on_rails("abcd", "ef")
     sampler.model.generation_config.eos_token_id = more
     found = sample(sampler, [ids_of("a"), ids_of("e")], max_new_tokens=9)
@@ -176,7 +175,7 @@ STOPS: dict[str, tuple[list[str], str, int, bool]] = {
 def test_a_stop_string_cuts_the_text_and_counts_the_token_that_completes_it(
     stops: list[str], output: str, tokens: int, terminated: bool
 ) -> None:
-    """S-09: the ids are those that were sampled, one by one; nothing is encoded again."""
+    """The ids are those that were sampled, one by one; nothing is encoded again."""
     found = sample(on_rails("abcdef"), [ids_of("a")], max_new_tokens=9, stop_sequences=stops)
     assert found.outputs == [output]
     assert found.responses[0].tolist() == ids_of(*"bcdef", EOS)[:tokens]
@@ -452,7 +451,7 @@ def test_tokens_are_drawn_with_the_probabilities_that_the_settings_name(settings
 
 @table("stop", [EOS, "h"])
 def test_a_response_does_not_end_before_its_shortest_length(stop: str) -> None:
-    """The next token is drawn from the other tokens; log-probabilities are those of the whole distribution (F-02)."""
+    """The next token is drawn from the other tokens; log-probabilities are those of the whole distribution."""
     model, query, end = make_model(spread=0.12), ids_of(*"abc"), TOKENS.index(stop)
     settings: dict[str, Any] = {"stop_token_ids": [TOKENS.index("h")]} if stop == "h" else {}
     ends = {end, TOKENS.index(EOS)}
@@ -531,7 +530,6 @@ def test_tokens_after_cached_steps_are_drawn_as_whole_forward_passes_say(family:
 
 @table("temperature", [0.7, 1.0, 2.0])
 def test_logprobs_are_those_at_the_temperature_before_anything_is_cut(temperature: float) -> None:
-    """S-08, F-02."""
     model, query = make_model(), ids_of(*"abc")
     whole = softmax(first_logits(model, query), temperature)
     cuts = {"top_k": 3, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.5}
@@ -1162,7 +1160,7 @@ def test_a_setting_out_of_range_is_refused_in_configs_and_calls(
 
 
 def test_prompts_keep_their_text_and_ids_are_decoded() -> None:
-    """S-09: text that encodes to the same ids may have been another; what was given is what is passed on."""
+    """Text that encodes to the same ids may have been another; what was given is what is passed on."""
     sampler = on_rails("abc")
     rows: list[Row] = [{"prompt": "other  words, a"}, {"prompt": torch.tensor(ids_of(*"ha"))}, {"prompt": ids_of("a")}]
     found = sample(sampler, [ids_of("a"), ids_of(*"ha"), ids_of("a")], rows=rows, max_new_tokens=5)
@@ -1180,7 +1178,6 @@ def test_special_tokens_are_left_out_of_text_or_kept(skip: bool, prompt: str, ou
 
 @table("skip, output", [(True, "bc"), (False, "bc<eos>")])
 def test_reward_functions_see_special_tokens_if_asked_to(skip: bool, output: str, tmp_path: Path) -> None:
-    """S-60."""
     honest = tiny_trainer("ppo", tmp_path, rollout__skip_special_tokens=skip)
     seen: list[str] = []
 
@@ -1224,7 +1221,6 @@ SWEEP = {"temperature": [0, 0.5, 2.0], "max_new_tokens": 3}
 
 
 def test_a_sweep_evaluates_every_value_under_its_own_suffix_and_rollouts_keep_the_plain_one(tmp_path: Path) -> None:
-    """S-33."""
     noted = Noted()
     trainer = tiny_trainer(
         "ppo", tmp_path, callbacks=[noted], rollout__eval_kwargs=SWEEP, train__eval_interval=1, train__total_steps=1
@@ -1324,7 +1320,7 @@ def test_decode_gives_the_texts_that_the_sampler_gave(stops: list[str], tmp_path
 
 
 def test_what_is_given_to_step_ended_where_the_sampler_says_it_did(tmp_path: Path) -> None:
-    """S-65: by EOS, by another EOS of the model, by a stop string, or not at all."""
+    """By EOS, by another EOS of the model, by a stop string, or not at all."""
     honest = tiny_trainer("ppo", tmp_path, rollout__stop_sequences=["gg"])
     mask = rail("abc", "de", "hh", "gg")
     trainer = type(honest)(honest.config, tokenizer=honest.tokenizer, reward_fn=honest.reward_fn, logit_mask=mask)
@@ -1354,7 +1350,7 @@ def test_ids_and_mask_of_a_tokenizer_are_prompts_too(tmp_path: Path) -> None:
 
 
 def test_ids_without_a_mask_that_begin_or_end_with_padding_are_refused(tmp_path: Path) -> None:
-    """Masks never come from ids: what looks like padding may be a prompt, so somebody has to say (S-01)."""
+    """Masks never come from ids: what looks like padding may be a prompt, so somebody has to say."""
     trainer = tiny_trainer("ppo", tmp_path)
     pad = trainer.tokenizer.pad_token_id
     for padded in ([[pad, 1], [2, 3]], [[2, 3], [1, pad]]):

@@ -75,7 +75,7 @@ class Echo(torch.nn.Module):
 def test_every_response_token_is_an_action_with_the_models_own_odds(
     shape: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """S-03, S-23, S-41: from the first token, row by row, and gradients too; EOS and padding are ids like others."""
+    """From the first token, row by row, and gradients too; EOS and padding are ids like others."""
     monkeypatch.setattr("trainkit.models.policy.CHUNK", chunk)
     policy = make_policy(make(SHAPES[shape]), temperature=0.7, value_head=True, head=Echo()).eval()
     assert isinstance(policy, Seq2SeqPolicy)
@@ -241,7 +241,7 @@ def test_the_models_own_generate_runs_it_where_stepping_would_not(fields: dict[s
 
 @both
 def test_prompts_stop_strings_and_endings_are_read_in_the_response_alone(fields: dict[str, Any]) -> None:
-    """S-24: EOS within a prompt ends nothing; a stop string in the prompt stops nothing."""
+    """EOS within a prompt ends nothing; a stop string in the prompt stops nothing."""
     model = make(fields)
     mask = torch.zeros(V, V, dtype=torch.bool)
     for here, there in [(V - 2, 0), (V - 1, 0), (0, 1), (1, 2), (2, 3), (3, V - 2)]:
@@ -319,7 +319,7 @@ def test_a_loop_of_ones_own_generates_steps_and_evaluates(name: str, fields: dic
 def test_the_decoders_uppermost_layers_are_trained_and_nothing_below_them(
     fields: dict[str, Any], unfrozen: int
 ) -> None:
-    """S-59: by name; T5's last norm is trained with them, BART has none."""
+    """By name; T5's last norm is trained with them, BART has none."""
     model = make(fields)
     if unfrozen == 0 and fields["model_type"] == "bart":
         with pytest.raises(ConfigError, match=r"num_layers_unfrozen is 0.*nothing follows the layers.*1 to 3"):
@@ -453,7 +453,7 @@ def trainer_with(tokenizer: PreTrainedTokenizerFast, fields: dict[str, Any], **c
 
 
 def test_prompts_are_as_the_tokenizer_makes_them_for_an_encoder_alone() -> None:
-    """X1.11: T5's end with EOS, BART's begin with BOS too; a causal model goes on from the text."""
+    """T5's end with EOS, BART's begin with BOS too; a causal model goes on from the text."""
     end, bos = V - 2, V
     assert trainer_with(ending_tokenizer(), tiny_t5(V)).text.encode("ab") == [0, 1, end]
     assert trainer_with(ending_tokenizer(), tiny_t5(V)).text.encode("ab" + EOS) == [0, 1, end], "once"
@@ -477,7 +477,7 @@ def test_text_without_a_prompt_and_several_turns_are_refused_at_the_door(sample:
 
 
 def test_prompt_and_response_have_a_budget_each(caplog: pytest.LogCaptureFixture) -> None:
-    """S-44: eight tokens for each, the decoder's start included; prompts keep their end, outputs their beginning."""
+    """Eight tokens for each, the decoder's start included; prompts keep their end, outputs their beginning."""
     changes = {"train.seq_length": 8, "rollout.max_new_tokens": 7}
     trainer = trainer_with(character_tokenizer(LETTERS), tiny_bart(V), **changes)
     assert trainer.text.encode("abcdefgh") == list(range(8))

@@ -132,7 +132,7 @@ def test_gradients_with_the_cached_trunk_are_those_without(name: str, model: dic
 def test_kl_is_exactly_zero_before_the_first_update(
     name: str, unfrozen: int, model: dict[str, Any], tmp_path: Path
 ) -> None:
-    """S-05, golden 10.12."""
+    """Golden 10.12."""
     settings = {"model": {**model, "vocab_size": 10}, "model__num_layers_unfrozen": unfrozen}
     trainer = tiny_trainer(name, tmp_path, **settings, rollout__temperature=0.7)
     trainer.collect()
@@ -144,7 +144,7 @@ def test_kl_is_exactly_zero_before_the_first_update(
 
 @table("name, unfrozen", [(name, i % 5 - 1) for i, name in enumerate(SHAPES)])
 def test_the_reference_shares_the_memory_of_what_is_frozen_and_of_nothing_else(name: str, unfrozen: int) -> None:
-    """S-25: by address, and by what training does to it."""
+    """By address, and by what training does to it."""
     model = make(name)
     if unfrozen >= 0:
         freeze_below(model, unfrozen)

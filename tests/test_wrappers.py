@@ -230,7 +230,7 @@ def test_what_was_saved_is_loaded_with_its_head_and_by_transformers_without(tmp_
     assert_equal(read(Causal.from_pretrained(tmp_path / "new" / "place").eval()), read(wrapper))
     assert [r for r in caplog.records if r.name.startswith("trainkit")] == []
     weights = load_file(tmp_path / "new" / "place" / "model.safetensors")
-    assert not any("v_head" in name for name in weights)  # S-19
+    assert not any("v_head" in name for name in weights)
     alone = AutoModelForCausalLM.from_pretrained(tmp_path / "new" / "place").eval()
     assert torch.equal(alone(IDS).logits, read(wrapper)[0])
 
@@ -477,7 +477,7 @@ def test_an_adapters_bias_is_not_the_score_layers(saved: Path, reward_adapter: P
 
 @table("side", ["left", "right"])
 def test_a_padded_batchs_rewards_are_those_of_its_rows_alone(side: str, saved: Path, reward_adapter: Path) -> None:
-    """S-27: read at the last attended token, wherever padding is; of padding that is the last token's own id too."""
+    """Read at the last attended token, wherever padding is; of padding that is the last token's own id too."""
     wrapper = Causal.from_pretrained(saved, peft_config=LORA, reward_adapter=str(reward_adapter))
     rows = [[1, 2, 3, 4, 9], [5, 9], [7]]
     padding = [[9] * (5 - len(row)) for row in rows]
@@ -554,7 +554,7 @@ def layer_of(name: str, pattern: str) -> int | None:
     [(name, (i + more) % 3, (i // 2 + more) % 2 == 0) for i, name in enumerate(MODELS) for more in (0, 1)],
 )
 def test_shared_layers_are_one_tensor_in_memory_and_frozen(name: str, shared: int, by_pattern: bool) -> None:
-    """S-25; what runs before the layers is shared with them, a whole encoder too, and what runs after is not."""
+    """What runs before the layers is shared with them, a whole encoder too, and what runs after is not."""
     model = wrapped(name)
     expected = all_logits(model)
     reference = create_reference_model(model, shared, PATTERNS[name] if by_pattern else None)
@@ -634,7 +634,7 @@ def test_parameters_that_deepspeed_has_divided_are_refused() -> None:
 
 
 def test_the_model_without_its_adapter_is_the_one_below() -> None:
-    """S-26: TRL calls disable_adapter() and never enters it."""
+    """TRL calls disable_adapter() and never enters it."""
     below = all_logits(plain(tiny_gpt2(10)))
     wrapper = causal(peft_config=LORA)
     move(wrapper)

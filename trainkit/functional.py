@@ -49,10 +49,10 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, reduce: Reduce = _identity) -> Tensor:
     """Return (x − μ) / √(σ² + 1e-8) over the selected entries of all processes, 0 elsewhere. [*] -> [*].
 
-    The variance is unbiased and computed in two passes (F-06). With fewer than two selected entries they are returned
+    The variance is unbiased and computed in two passes. With fewer than two selected entries they are returned
     unchanged. ``shift_mean=False`` adds μ back, so the mean stays the same.
     """
-    x = x if x.is_floating_point() else x.float()  # whitened integers are not integers (S-58)
+    x = x if x.is_floating_point() else x.float()  # whitened integers are not integers
     count = reduce(to_float64(mask.sum()))
     if count < 2:
         return zero_masked(x, mask)
@@ -145,7 +145,7 @@ def last_token(mask: Tensor) -> Tensor:
 
 
 def at_last(numbers: Tensor, mask: Tensor) -> Tensor:
-    """Return the value at the last selected position of each row, 0 in rows with none: a response's reward (S-27).
+    """Return the value at the last selected position of each row, 0 in rows with none: a response's reward.
 
     [B, T, *], [B, T] -> [B, *].
     """
@@ -159,7 +159,7 @@ def per_response(scores: Tensor) -> Tensor:
 
 
 def place_scores(scores: Tensor, mask: Tensor) -> Tensor:
-    """Return scores as rewards per token [B, T]: scores [B] at the last response token (F-07), or [B, T] unchanged."""
+    """Return scores as rewards per token [B, T]: scores [B] at the last response token, or [B, T] unchanged."""
     if scores.dim() == 1:
         return zero_masked(scores.unsqueeze(-1).expand(mask.shape), last_token(mask))
     return zero_masked(scores, mask)
@@ -191,7 +191,7 @@ def kl_shaped_rewards(
     *,
     penalty: Tensor | None = None,
 ) -> Tensor:
-    """Return r_t = score_t − β·(log π − log π_ref)_t, with a terminal score at the last response token (F-07).
+    """Return r_t = score_t − β·(log π − log π_ref)_t, with a terminal score at the last response token.
 
     Scores are [B] (terminal) or [B, T] (dense, token-aligned), the others [B, T] -> [B, T], 0 outside the mask.
     ``penalty`` [B, T] takes the place of log π − log π_ref. Source: Ziegler et al. 2019, equation 2.
@@ -206,7 +206,7 @@ def gae(
     """Return GAE advantages A and returns A + V. [B, T] ×3 -> ([B, T], [B, T]).
 
     A_t = δ_t + γλ A_{t+1} with δ_t = r_t + γ V_{t+1} − V_t. Position t + 1 is the *next selected* token of the row;
-    after the last one A is 0 and V is ``bootstrap`` [B], or 0 (F-05). Both results are 0 outside the mask.
+    after the last one A is 0 and V is ``bootstrap`` [B], or 0. Both results are 0 outside the mask.
     Source: Schulman et al. 2015b, equations 11, 12 and 16.
     """
     values, rewards = zero_masked(values, mask), zero_masked(rewards, mask)
@@ -227,7 +227,7 @@ def leave_one_out(rewards: Tensor, k: int) -> Tensor:
     """Return A_i = R_i − mean of the other k − 1 rewards of its group; a group is k adjacent rewards. [B] -> [B].
 
     Exactly 0 where all rewards of a group are equal: a rounding error there would be magnified by Adam.
-    Source: Kool et al. 2019, equation 8 (F-11).
+    Source: Kool et al. 2019, equation 8.
     """
     if k < 2:
         raise ValueError(f"a group of {k} has no other rewards to compare with; give k of 2 or more")
@@ -296,7 +296,7 @@ def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange: float) -> Tensor:
     """Return ½ max((V − R)², (clip(V, V_old ± ε) − R)²) per element. [*] ×3 -> [*].
 
-    Source: Schulman's PPO code (F-08).
+    Source: Schulman's PPO code.
     """
     clipped = torch.maximum(torch.minimum(values, old_values + cliprange), old_values - cliprange)
     return 0.5 * torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)

@@ -140,7 +140,7 @@ def _summed(parts: Sequence[Tensor], reduce: Callable[[Tensor], Tensor]) -> Sequ
 
 
 class RunningMoments:
-    """Mean and variance of all values so far, in float64 (Chan et al. 1979, pairwise update; S-16)."""
+    """Mean and variance of all values so far, in float64 (Chan et al. 1979, pairwise update)."""
 
     def __init__(self) -> None:
         self.count, self.mean, self.m2 = 0.0, 0.0, 0.0
@@ -173,7 +173,7 @@ class RunningMoments:
 
 
 class PerPromptStatTracker:
-    """(r − μ) / (σ + 1e-6) with mean and deviation of the latest rewards of the same prompt (F-17; golden 10.7).
+    """(r − μ) / (σ + 1e-6) with mean and deviation of the latest rewards of the same prompt (golden 10.7).
 
     Prompts are identified by their text. The current rewards are included. For a prompt with fewer than ``min_count``
     rewards, μ and σ are those of all current rewards. Source: Black et al. 2023, appendix D.1.
@@ -188,7 +188,7 @@ class PerPromptStatTracker:
         self.rewards: dict[str, deque[float]] = {}
 
     def update(self, prompts: Sequence[str], rewards: Sequence[float]) -> Rewards:
-        """Add the rewards, and return their advantages in float64, also for integer rewards (S-58). [B], [B] -> [B]."""
+        """Add the rewards, and return their advantages in float64, also for integer rewards. [B], [B] -> [B]."""
         given = np.asarray(rewards, dtype=np.float64)
         for prompt, reward in zip(prompts, given.tolist(), strict=True):
             self.rewards.setdefault(prompt, deque(maxlen=self.buffer_size)).append(reward)

@@ -41,7 +41,7 @@ functions do not get it."""
 
 
 def derive_seed(seed: int, purpose: str, *keys: int) -> int:
-    """Derive a 63-bit seed from the run's seed, a purpose (``"train"``), and keys, e.g. a position or a step (F-14)."""
+    """Derive a 63-bit seed from the run's seed, a purpose (``"train"``), and keys, e.g. a position or a step."""
     state = np.random.SeedSequence([seed, crc32(purpose.encode()), *keys]).generate_state(1, np.uint64)
     return int(state[0] >> np.uint64(1))
 

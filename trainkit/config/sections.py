@@ -288,7 +288,7 @@ class RolloutConfig(SamplingConfig):
 
 
 def sweep(eval_kwargs: Plain) -> list[tuple[str, Plain]]:
-    """Return (suffix, settings) of each evaluation: one, or one per value of the setting that is a list (S-33)."""
+    """Return (suffix, settings) of each evaluation: one, or one per value of the setting that is a list."""
     for name in _swept(eval_kwargs):
         return [(f"@{name}={value}", {**eval_kwargs, name: value}) for value in eval_kwargs[name]]
     return [("", eval_kwargs)]

@@ -268,7 +268,7 @@ class Sequences(Batch):
 
     @classmethod
     def from_lists(cls, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], pad_id: int = 0) -> Self:
-        """Build sequences [B, T] from token ids; the masks follow from the lengths, never from the ids (F-01)."""
+        """Build sequences [B, T] from token ids; the masks follow from the lengths, never from the ids."""
         pairs = list(zip(prompts, responses, strict=True))
         return cls.from_rows(
             [[*p, *r] for p, r in pairs], [[False] * len(p) + [True] * len(r) for p, r in pairs], pad_id
@@ -290,7 +290,7 @@ class Sequences(Batch):
 
     @property
     def position_ids(self) -> Tensor:
-        """Positions [B, T] counted over real tokens, so that padding on either side changes nothing (F-02).
+        """Positions [B, T] counted over real tokens, so that padding on either side changes nothing.
 
         In packed rows they are counted over each sample, and padding tokens are at position 0.
         """

@@ -133,7 +133,7 @@ def columns_read(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def prompt_rows(prompts: Prompts, *, needed: bool = True, replayed: bool = False, first: int = 0) -> list[Row]:
-    """Return prompts as rows ``{"prompt": ..., **columns}``; the caller's dicts are copied, not changed (S-32).
+    """Return prompts as rows ``{"prompt": ..., **columns}``; the caller's dicts are copied, not changed.
 
     A prompt is text or a conversation, or a dict with one of them under ``prompt``. Unless prompts are ``needed``, a
     dict may lack it: an environment gives the prompt. Rows that are ``replayed`` may have ``episode_seed``.

@@ -135,7 +135,7 @@ class PromptEncoder:
     Args:
         tokenizer: what it writes before a text, mostly BOS, is written once; what it writes after it is not.
         budget: the maximum number of tokens of a prompt; None: no limit.
-        overlong: how to handle longer prompts; ``"truncate"`` keeps the *end* of a prompt, after its BOS (S-44).
+        overlong: how to handle longer prompts; ``"truncate"`` keeps the *end* of a prompt, after its BOS.
         ends: also write what the tokenizer writes after a text, mostly EOS, for prompts that an encoder reads.
     """
 
@@ -340,7 +340,7 @@ def encode_pair(
     """Encode both sides of a pair row; return them, and whether they were truncated to ``limit`` tokens.
 
     A pair that is too long loses the beginning of its prompt after BOS, the same part on both sides, so that the
-    prompts stay equal. An output that is still too long loses its end and its EOS (S-36), or with the
+    prompts stay equal. An output that is still too long loses its end and its EOS, or with the
     ``truncation_side`` ``"left"`` of the tokenizer its beginning; a first token that nothing precedes is not trained.
     ``ends`` are as for `encode_joint`.
 
@@ -434,7 +434,7 @@ def encode_joint(
     A token that spans the end of the prompt and the beginning of the output belongs to the output. If it is the
     first of all tokens, so that nothing would precede the output, the two are tokenised separately. BOS comes first if
     the tokenizer adds it and the text does not have it. EOS is appended to the output unless that ends with EOS, or
-    with one of ``ends``, further token ids at which responses end (S-36).
+    with one of ``ends``, further token ids at which responses end.
 
     Raises:
         DataError: the prompt or the output has no tokens.
@@ -467,7 +467,7 @@ def encode_apart(
     The prompt is encoded as the tokenizer does, special tokens included. EOS is appended to the output as in
     `encode_joint`. Each may have ``limit`` tokens, the decoder's start token included: a longer prompt loses its
     beginning after BOS, a longer output its end, or with the ``truncation_side`` ``"left"`` of the tokenizer its
-    beginning (S-44).
+    beginning.
 
     Raises:
         DataError: the prompt or the output has no tokens.
@@ -534,7 +534,7 @@ def encode_sample(
 
     Turns are encoded one by one, as in generation, so ids at a turn's boundary are the same in training and in
     inference. EOS, or one of ``ends`` as in `encode_joint`, ends the last output and is trained on, unless `cut_sample`
-    cuts it off (S-35). A row that is tokenised already is returned as it is, up to ``limit``.
+    cuts it off. A row that is tokenised already is returned as it is, up to ``limit``.
 
     Raises:
         DataError: a turn has no tokens, or no response token is left within ``limit``.

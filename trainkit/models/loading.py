@@ -255,7 +255,7 @@ def _load(config: ModelConfig, key: str = "model.model_path") -> PreTrainedModel
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the EOS ids of the tokenizer and of the model's generation config; chat models have several (S-65)."""
+    """Return the EOS ids of the tokenizer and of the model's generation config; chat models have several."""
     return sorted({tokenizer.eos_token_id, *_named_eos(getattr(model, "generation_config", None))})
 
 
@@ -596,7 +596,7 @@ def length_limit(config: PreTrainedConfig, asked: int | None, virtual: int = 0) 
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout probability to 0: modules, and the floats that functional attention dropout reads (S-17)."""
+    """Set every dropout probability to 0: modules, and the floats that functional attention dropout reads."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

@@ -14,7 +14,7 @@ from trainkit.models.policy import Policy
 
 @contextmanager
 def embedding_noise(policy: Policy, alpha: float) -> Iterator[None]:
-    """Add noise U(−1, 1) · α / sqrt(L · D) to the embeddings of a sample of L tokens; none to padding (F-20).
+    """Add noise U(−1, 1) · α / sqrt(L · D) to the embeddings of a sample of L tokens; none to padding.
 
     NEFTune: Jain et al. 2023, algorithm 1. The noise is added within the context, and in training mode only. It is
     sampled for each forward pass from the global generator, as dropout is, so it depends on how a batch is divided

@@ -119,7 +119,7 @@ class Policy(nn.Module, ABC):
 
     Args:
         model: the language model, trained in place.
-        temperature: divides the logits in every computation, as in sampling (F-02).
+        temperature: divides the logits in every computation, as in sampling.
         logit_mask: bool [V] or [V, V] (row: the previous token), True = allowed, as in sampling.
         value_head: whether to add a value head.
         head: an additional head ``head(hidden [N, D], tokens [N]) -> {name: [N]}``. It gets the hidden states in which

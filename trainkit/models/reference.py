@@ -181,7 +181,7 @@ def _shared(model: Any, count: int | None, pattern: str | None) -> list[nn.Param
 
 
 def _blocks_called(model: PreTrainedModel, pattern: str) -> nn.ModuleList:
-    """Return the module list whose name is the pattern's path, or ends in it at a whole name component (S-25)."""
+    """Return the module list whose name is the pattern's path, or ends in it at a whole name component."""
     path, _, layer = pattern.rpartition(".")
     found = {
         name: module

@@ -45,10 +45,10 @@ log = logging.getLogger(__name__)
 class Scorer(nn.Module):
     """A model that gives each sequence one score, r = wᵀ h_last: ``scorer(sequences) -> [B]``.
 
-    h_last is the hidden state of the last attended token, which is found by the attention mask, not by a token id
-    (S-27). The model is either a causal language model, to which a linear head is added, or a sequence classifier of
-    transformers with one label, whose own head is used. A classifier that does not use the last token (BERT's uses the
-    first) is called as it is.
+    h_last is the hidden state of the last attended token, which is found by the attention mask, not by a token id. The
+    model is either a causal language model, to which a linear head is added, or a sequence classifier of transformers
+    with one label, whose own head is used. A classifier that does not use the last token (BERT's uses the first) is
+    called as it is.
 
     Args:
         model: the model, trained in place.

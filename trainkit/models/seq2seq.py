@@ -26,8 +26,7 @@ class Seq2SeqPolicy(Policy):
     """An encoder-decoder as a policy; the arguments are those of `Policy`.
 
     The encoder reads each row up to its first response token. The decoder reads its start token, then a forced first
-    token if the model has one, then the response. So the first response token is an action like the others (S-03,
-    S-23, S-41).
+    token if the model has one, then the response. So the first response token is an action like the others.
 
     Attributes:
         scale: the factor by which the decoder's states are multiplied before the head, as in T5.

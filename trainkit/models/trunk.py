@@ -47,8 +47,8 @@ def find_blocks(model: PreTrainedModel) -> nn.ModuleList | None:
 def freeze_below(model: PreTrainedModel, unfrozen: int) -> None:
     """Freeze the embeddings and all blocks except the top ``unfrozen``; what follows the blocks stays trainable.
 
-    A head that is tied to the embeddings is frozen with them. The blocks of an encoder-decoder are those of the decoder
-    (S-59); its encoder is frozen.
+    A head that is tied to the embeddings is frozen with them. The blocks of an encoder-decoder are those of the
+    decoder; its encoder is frozen.
 
     Raises:
         ConfigError: the model has fewer blocks, its blocks are not found, or nothing would be trained.

@@ -309,7 +309,7 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
     def compute_reward_score(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         """Compute the reward model's scores at every token, in float32. [B, T] -> [B, T, labels].
 
-        A response's score is that of the last attended token, which `trainkit.functional.at_last` selects (S-27). The
+        A response's score is that of the last attended token, which `trainkit.functional.at_last` selects. The
         active adapters, ``requires_grad`` of the parameters and the training mode are restored afterwards.
 
         Raises:
@@ -480,7 +480,7 @@ class AutoModelForSeq2SeqLMWithValueHead(_WithValueHead):
 
 @contextmanager
 def unwrap_model_for_generation(model: Any, accelerator: Accelerator, is_peft_model: bool = False) -> Iterator[Any]:
-    """Yield the model without accelerate's wrappers, and with ``is_peft_model`` without its adapters (S-26)."""
+    """Yield the model without accelerate's wrappers, and with ``is_peft_model`` without its adapters."""
     unwrapped = accelerator.unwrap_model(model)
     peft = getattr(unwrapped, "pretrained_model", unwrapped)
     with peft.disable_adapter() if is_peft_model else nullcontext():

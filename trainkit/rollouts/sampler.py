@@ -88,7 +88,7 @@ class Generated:
     """The version of the weights that each response was sampled with."""
     logprobs: Tensor | None = None
     """Log-probabilities [N] of the tokens, response after response: at the sampling temperature and under the logit
-    mask, before any other sampling setting is applied (F-02). None if unknown."""
+    mask, before any other sampling setting is applied. None if unknown."""
     entropy: Tensor | None = None
     """Entropies [N] of these distributions; None if unknown."""
     hidden: Tensor | None = None
@@ -115,7 +115,7 @@ class TokenSampler:
 
     The log-probabilities and entropies that it returns are those of the distribution that training uses: at the
     sampling temperature and under the logit mask, before ``min_new_tokens``, ``repetition_penalty``, ``steer``,
-    ``top_k``, ``top_p`` and ``min_p`` are applied (F-02).
+    ``top_k``, ``top_p`` and ``min_p`` are applied.
 
     At construction a few tokens are run through the model. If cached steps differ from full forward passes, for
     example because recurrent states cannot be padded, the model is run by its own ``generate`` instead, and the sampler

@@ -703,7 +703,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
     def keeps_sharded(self) -> bool:
         """Whether the model is divided among the processes also while experience is made."""
         usual = self.scores_rollouts and type(self).sample_and_score is AccelerateRLTrainer.sample_and_score
-        return super().keeps_sharded or (usual and self.sampling.apart)
+        return super().keeps_sharded or (usual and self.sampling.samples_apart)
 
     def _experience(self, rollouts: Rollouts, scores: Tensor) -> Batch:
         if isinstance(self.unwrapped, Policy):  # the frozen layers run here, and not again
@@ -972,7 +972,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
                 ``queries``: prompts, as text or token ids, one per response.
 
                 ``responses``: the token ids after the prompts, 1-D tensors; never text, which need not encode to the
-                ids that were sampled (S-09).
+                ids that were sampled.
 
                 ``scores``: a number per response, or a list of numbers per response for rewards per token; with
                 ``rollouts`` also a tensor [B, T] of rewards per token, aligned with ``rollouts.sequences`` and 0 where
@@ -1175,7 +1175,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         return on_prompts(self)
 
     def save_pretrained(self, directory: str | Path | None = None) -> Path:
-        """Export for transformers: base-model weights, config and tokenizer; heads are in a separate file (S-19).
+        """Export for transformers: base-model weights, config and tokenizer; heads are in a separate file.
 
         ``AutoModelForCausalLM.from_pretrained(directory)``, of an encoder-decoder ``AutoModelForSeq2SeqLM``, loads
         a model with equal logits.

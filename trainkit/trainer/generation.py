@@ -77,7 +77,7 @@ def _ids_as_rows(input_ids: Tensor, attention_mask: Tensor | None, pad: int | No
 
 
 def _refuse_padding(input_ids: Tensor, pad: int) -> None:
-    """Raise a `DataError` if rows begin or end with padding: ids alone do not show which tokens are real (S-01)."""
+    """Raise a `DataError` if rows begin or end with padding: ids alone do not show which tokens are real."""
     padded = ((input_ids[:, 0] == pad) | (input_ids[:, -1] == pad)).nonzero().flatten().tolist()
     if padded:
         raise DataError(

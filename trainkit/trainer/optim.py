@@ -84,7 +84,7 @@ def make_scheduler(
 ) -> LRScheduler:
     """Return the schedule over ``total_steps`` optimizer steps, or that of the user, ``given``.
 
-    Step it after the optimizer (S-54).
+    Step it after the optimizer.
 
     Raises:
         ConfigError: ``kwargs`` contains arguments that the schedule does not take, or the user's schedule is of another

@@ -257,12 +257,12 @@ class Sampling:
     def ready(self) -> Iterator[None]:
         """Let every process sample inside the block: give its engine the weights, or gather the model."""
         self.models.build()
-        with nullcontext() if self.apart else self.parallel.sharding.unsharded():
+        with nullcontext() if self.samples_apart else self.parallel.sharding.unsharded():
             self._ready_sampler()  # all processes together, also one that samples nothing
             yield
 
     @property
-    def apart(self) -> bool:
+    def samples_apart(self) -> bool:
         """Whether responses are sampled by engines that have copies of a model that stays divided."""
         divided = self.parallel.sharding.keeps_sharded and self.engine_class.own_copy
         return divided and self.steer is None and isinstance(self.sampler, EngineSampler)  # it steers by trained heads

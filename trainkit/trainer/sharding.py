@@ -150,14 +150,14 @@ class Replicated(Sharding):
 
     def check(self, config: TRLConfig[Any]) -> None:
         """Set whether gradients are averaged by `exchange`; every configuration can be trained."""
-        self.apart = config.train.microbatch_size == "auto"
+        self.averages_manually = config.train.microbatch_size == "auto"
 
     def prepare(
         self, model: nn.Module, make: Callable[[nn.Module], Any], frozen: Sequence[nn.Module] = ()
     ) -> tuple[nn.Module, Any]:
         """Return model and optimizer as accelerate prepares them."""
-        self.apart = self.apart or bool(low_precision(model.parameters()))
-        if self.apart:
+        self.averages_manually = self.averages_manually or bool(low_precision(model.parameters()))
+        if self.averages_manually:
             self.policy = self.accelerator.prepare_model(model, evaluation_mode=True)  # without DDP
             return self.policy, self.accelerator.prepare_optimizer(make(model))
         self.policy, optimizer = self.accelerator.prepare(model, make(model))
@@ -173,11 +173,11 @@ class Replicated(Sharding):
 
     def synchronised(self, last: bool) -> AbstractContextManager[Any]:
         """Return a context in which DDP exchanges gradients only if this is the last micro-batch."""
-        return torch.enable_grad() if last or self.apart else self.accelerator.no_sync(self.policy)
+        return torch.enable_grad() if last or self.averages_manually else self.accelerator.no_sync(self.policy)
 
     def exchange(self) -> None:
         """Average the gradients of all processes, if DDP does not; one that a process lacks counts as 0."""
-        if not self.apart or self.accelerator.num_processes == 1:
+        if not self.averages_manually or self.accelerator.num_processes == 1:
             return
         trained = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
         has = torch.tensor([float(each.grad is not None) for each in trained], device=self.accelerator.device)

@@ -107,7 +107,7 @@ class Text:
         return check_length(self.config, self.model_config, virtual, online="prompts" in self.inputs)
 
     def fits(self, prompt: int, response: int) -> bool:
-        """Return whether the model can read so many tokens: together, or apart with a start token (S-44)."""
+        """Return whether the model can read so many tokens: together, or apart with a start token."""
         if self.limit is None:
             return True
         return max(prompt, response + 1) <= self.limit if self.is_encoder_decoder else prompt + response <= self.limit

@@ -27,7 +27,7 @@ def test_golden_numbers_of_the_tracker() -> None:
 
 @table("kind", [int, np.int64, np.float32])
 def test_integer_rewards_give_the_advantages_of_floats(kind: type) -> None:
-    """S-58: [−1, 0, 1, 0, 0] is what truncation makes of them."""
+    """[−1, 0, 1, 0, 0] is what truncation makes of them."""
     given = [kind(r) for r in REWARDS]
     assert PerPromptStatTracker(16, 2).update(PROMPTS, given).tolist() == (
         PerPromptStatTracker(16, 2).update(PROMPTS, REWARDS).tolist()
@@ -64,7 +64,7 @@ CALLS = st.lists(
 
 @given(CALLS, st.integers(1, 5), st.integers(1, 6))
 def test_advantages_are_those_of_a_plain_loop(calls: list[list[tuple[str, float]]], size: int, least: int) -> None:
-    """F-17, in float64: all rewards ever given, of which the newest of a prompt count."""
+    """In float64: all rewards ever given, of which the newest of a prompt count."""
     tracker, history = PerPromptStatTracker(size, least), []
     for call in calls:
         history += call

@@ -32,7 +32,7 @@ def steps_at(timesteps: list[int], eta: float = 1.0, final: float | None = None)
 
 
 def test_golden_numbers_of_a_step() -> None:
-    """Golden 10.6: t = 501, and t = 1, whose step leads to ᾱ_0 (S-50: its t − 20 is below 0)."""
+    """Golden 10.6: t = 501, and t = 1, whose step leads to ᾱ_0 (its t − 20 is below 0)."""
     steps = steps_at([501, 1])
     mean = ddim_mean(X, EPS, steps.alphas[:1], steps.previous[:1], steps.sigmas[:1])
     assert float(steps.sigmas[0]) == pytest.approx(0.294785, abs=1e-6)
@@ -44,7 +44,7 @@ def test_golden_numbers_of_a_step() -> None:
 
 
 def test_a_step_that_draws_nothing_is_not_trained() -> None:
-    """Golden 10.6, S-50: at t = 0 the noise is the last level's own and σ is 0; so it is with a final ᾱ of 1."""
+    """Golden 10.6: at t = 0 the noise is the last level's own and σ is 0; so it is with a final ᾱ of 1."""
     assert steps_at([501, 0]).sigmas[1] == 0
     assert steps_at([501, 1], final=1.0).sigmas[1] == 0
     assert 1 not in steps_at([501, 0]).trained
@@ -83,7 +83,7 @@ def test_predicted_images_are_clipped_and_the_noise_is_not() -> None:
 
 @table("dtype", [torch.bfloat16, torch.float16])
 def test_logprobs_of_half_latents_are_computed_in_float32(dtype: torch.dtype) -> None:
-    """S-50: of the number that is kept, not of the one before rounding, and without rounding the result."""
+    """Of the number that is kept, not of the one before rounding, and without rounding the result."""
     mean, sigma = torch.full((1, 4), 0.3), torch.tensor([0.1])
     kept = (mean + 0.1 * torch.tensor([[0.5, -1.0, 1.5, 0.1]])).to(dtype)
     found = gaussian_logprob(kept, mean, sigma)

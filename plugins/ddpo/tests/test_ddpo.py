@@ -32,7 +32,7 @@ def collected(run_dir: Path, **changes: Any) -> Any:
 
 
 def test_an_image_is_a_row_for_each_of_its_steps_that_draws_something(tmp_path: Path) -> None:
-    """Three steps, the last of which only computes: its ᾱ is 1, its σ 0 (S-50)."""
+    """Three steps, the last of which only computes: its ᾱ is 1, its σ 0."""
     trainer = collected(tmp_path)
     batch = trainer.store.experience
     assert len(batch) == trainer.experience_rows == 8 * 2
@@ -92,7 +92,7 @@ def test_a_share_of_the_steps_loses_none_to_rounding(fraction: float, rows: int,
 
 @table("precision", ["no", "bf16"])
 def test_before_the_first_update_the_ratio_is_one(precision: str, tmp_path: Path) -> None:
-    """S-50: latents are kept rounded, and what is compared speaks of what is kept; with guidance, too."""
+    """Latents are kept rounded, and what is compared speaks of what is kept; with guidance, too."""
     trainer = collected(tmp_path, train__mixed_precision=precision, method__guidance_scale=5.0)
     batch = trainer.store.experience
     assert batch.latents.dtype == {"no": torch.float32, "bf16": torch.bfloat16}[precision]
@@ -102,7 +102,7 @@ def test_before_the_first_update_the_ratio_is_one(precision: str, tmp_path: Path
 
 @table("dtype", [torch.bfloat16, torch.float16])
 def test_latents_kept_in_half_have_the_logprobs_they_were_sampled_with(dtype: torch.dtype, tmp_path: Path) -> None:
-    """S-50, to 1e-6 for every row alone."""
+    """To 1e-6 for every row alone."""
     trainer = tiny_trainer("ddpo", tmp_path)
     policy = trainer.unwrapped
     noise = torch.randn((4, 4, 1, 8, 8), generator=torch.Generator().manual_seed(0))

@@ -77,7 +77,7 @@ def latent_trainer(path: str, run_dir: Path, **changes: Any) -> Any:
 @table("spacing", [{"steps_offset": 1, "set_alpha_to_one": False}, {"timestep_spacing": "trailing"}])
 @table("eta", [0.3, 1.0])
 def test_steps_are_those_of_diffusers(prediction: str, clip: bool, spacing: dict[str, Any], eta: float) -> None:
-    """Every one of eight, the last among them, which leads to the final ᾱ (S-50)."""
+    """Every one of eight, the last among them, which leads to the final ᾱ."""
     from diffusers import DDIMScheduler
 
     scheduler = DDIMScheduler(**NOISE, prediction_type=prediction, clip_sample=clip, **spacing)
@@ -101,7 +101,7 @@ def test_steps_are_those_of_diffusers(prediction: str, clip: bool, spacing: dict
 def test_before_the_first_update_the_ratio_is_one(
     saved: str, adapter: Any, precision: str, size: int | None, tmp_path: Path
 ) -> None:
-    """Under guidance, with what is frozen held in half where the network computes in half (S-49, S-50)."""
+    """Under guidance, with what is frozen held in half where the network computes in half."""
     trainer = latent_trainer(saved, tmp_path, model__peft_config=adapter, train__mixed_precision=precision)
     trainer.collect()
     batch = trainer.store.experience

@@ -65,7 +65,7 @@ def promised_each(images: Tensor, **_: Any) -> list[Future[float]]:
     ],
 )
 def test_numbers_and_promises_of_numbers_are_scores_in_order(reward_fn: Callable[..., Any], workers: int) -> None:
-    """S-47: batches that were submitted one after the other are settled so, whoever is ready first."""
+    """Batches that were submitted one after the other are settled so, whoever is ready first."""
     caller = RewardCaller(reward_fn, workers)
     settle = [caller.submit(rollouts([0.25, 0.5])), caller.submit(rollouts([1.0]))]
     assert [each().tolist() for each in settle] == [[0.25, 0.5], [1.0]]
@@ -126,7 +126,7 @@ def test_a_column_with_a_name_that_is_taken_is_refused() -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_scoring_overlaps_with_making_the_next_images(workers: int, tmp_path: Path) -> None:
-    """S-47. Every batch but the last is scored by somebody who waits until the next one has begun to be made."""
+    """Every batch but the last is scored by somebody who waits until the next one has begun to be made."""
     trainer = tiny_trainer("ddpo", tmp_path, method__reward_workers=workers, rollout__batch_size=2)
     begun = [threading.Event() for _ in range(4)]
     made, overlapped, honest = 0, [], trainer.draw

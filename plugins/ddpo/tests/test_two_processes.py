@@ -1,4 +1,4 @@
-"""Two processes: adapters have one gradient (S-48), and a prompt's rewards are those of both (F-17)."""
+"""Two processes: adapters have one gradient, and a prompt's rewards are those of both."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def add_adapter(network: nn.Module, fields: Mapping[str, Any]) -> None:
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"model.peft_config fits no module of {type(network).__name__}: {error}") from error
     for parameter in network.parameters():
-        if parameter.requires_grad:  # trained weights are in float32, frozen ones may be in 16 bits (S-49)
+        if parameter.requires_grad:  # trained weights are in float32, frozen ones may be in 16 bits
             parameter.data = parameter.data.float()
 
 

@@ -30,7 +30,7 @@ class Noise:
     """Predicted images are clipped to ± this value. None: not clipped."""
 
     def steps(self, eta: float) -> Steps:
-        """Return the denoising steps for η. A step leads from t to t − T // S (S-50)."""
+        """Return the denoising steps for η. A step leads from t to t − T // S."""
         total = len(self.alphas_cumprod)
         wide, before = self.alphas_cumprod.double(), self.timesteps - total // len(self.timesteps)
         alphas = wide[self.timesteps]
@@ -82,7 +82,7 @@ def ddim_mean(
 ) -> Tensor:
     """Return the mean of a denoising step, μ = √ᾱ' x̂₀ + √(1 − ᾱ' − σ²) ε̂. [B, *] ×2, [B] ×3 -> [B, *].
 
-    Source: Song et al. 2021, equation 12 (F-16); x̂₀ and ε̂ are computed as in Salimans and Ho 2022.
+    Source: Song et al. 2021, equation 12; x̂₀ and ε̂ are computed as in Salimans and Ho 2022.
     """
     x, out = at_least_float32(latents), at_least_float32(predicted)
     a, a_after, s = (per_row(value, x) for value in (alpha, previous, sigma))

@@ -136,7 +136,7 @@ class DiffusionPolicy(nn.Module):
         """Sample the latents of S steps, and return them with the log-probabilities of the steps.
 
         Each step starts from the stored latents, rounded to ``dtype``, and the log-probabilities are those of the
-        stored latents (S-50). A step that adds no noise has log-probability 0.
+        stored latents. A step that adds no noise has log-probability 0.
 
         Args:
             condition: the output of `ImagePipeline.encode` [B, *].

@@ -127,7 +127,7 @@ def gradient(trainer: Any, batch: Any) -> Tensor:
     "name, changes", [*(("dpo", LOSSES[each]) for each in ("hinge", "ipo", "robust", "kto_pair")), ("online_dpo", {})]
 )
 def test_before_the_first_update_no_side_is_preferred(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    """x = 0 exactly, also at another temperature and with dropout configured (S-17)."""
+    """x = 0 exactly, also at another temperature and with dropout configured."""
     model = tiny_gpt2(10, resid_pdrop=0.5, attn_pdrop=0.5)
     trainer = collected(name, tmp_path, moved=False, model=model, rollout__temperature=0.7, **changes)
     found = trainer.update(trainer.store.experience)
@@ -188,7 +188,7 @@ def test_a_step_follows_the_gradient_of_the_formula_in_float64(changes: dict[str
 
 
 def test_ipo_by_means_and_by_sums_differ_by_the_lengths(tmp_path: Path) -> None:
-    """S-40: both are golden numbers of their own x."""
+    """Both are golden numbers of their own x."""
     trainer = tiny_trainer("dpo", tmp_path / "mean", method__loss_type="ipo")
     summed = tiny_trainer("dpo", tmp_path / "sum", method__loss_type="ipo", method__ipo_length_normalize=False)
     logprobs, mask = (
@@ -217,7 +217,6 @@ def test_chosen_and_rejected_go_through_the_model_together(tmp_path: Path) -> No
 
 
 def test_without_a_reference_none_is_made_and_rewards_are_log_probabilities(tmp_path: Path) -> None:
-    """S-39."""
     trainer = collected("dpo", tmp_path, method__reference_free=True, method__beta=0.5)
     _, found = trainer.loss(trainer.store.experience)
     assert found["rewards/chosen"].compute() == pytest.approx(0.5 * found["logps/chosen"].compute())
@@ -289,7 +288,7 @@ def test_a_response_and_its_beginning_are_two() -> None:
 
 @table("name", ["online_dpo", "best_of_k"])
 def test_pairs_are_the_sampled_ids_of_the_best_and_the_worst(name: str, tmp_path: Path) -> None:
-    """S-09, S-52: chunks that cut through the groups of four."""
+    """Chunks that cut through the groups of four."""
     trainer = tiny_trainer(name, tmp_path, method__k=4, rollout__num_rollouts=16, rollout__batch_size=6)
     trainer.reward_fn = lambda outputs, **_: [float(len(output) + output.count("a") / 10) for output in outputs]
     trainer.collect()

@@ -189,7 +189,7 @@ class PairTrainer(AccelerateRLTrainer[C]):
 
 @register_trainer("dpo")
 class DPOTrainer(PairTrainer[DPOConfig]):
-    """Trainer of DPO on the pairs of a dataset; the reference's log-probabilities are computed once (F-12)."""
+    """Trainer of DPO on the pairs of a dataset; the reference's log-probabilities are computed once."""
 
     inputs: ClassVar[tuple[str, ...]] = ("samples", "pairs")
     reference_makes_experience: ClassVar[bool] = True

@@ -40,7 +40,7 @@ def settled(trainer: Any, seed: int = 0) -> Any:
 
 
 def test_the_loss_equals_the_golden_numbers() -> None:
-    """Golden 10.8, F-13: tau .7, gamma .99, cql .1, awac 1, beta .5, two Q, targets half of them."""
+    """Golden 10.8: tau .7, gamma .99, cql .1, awac 1, beta .5, two Q, targets half of them."""
     tokens = torch.tensor([[0, 1, 3], [1, 3, 0]])
     mask = torch.tensor([[True, True, True], [True, True, False]])
     rewards = torch.tensor([[0, 0, 1], [0, -1, 0]], dtype=torch.float64)
@@ -110,7 +110,7 @@ def test_the_expectile_loss_is_least_where_the_expectile_is(points: list[float],
 
 
 def test_a_large_advantage_weighs_no_more_than_the_limit() -> None:
-    """S-43: exp(1000) is infinite; weights below the limit are exp(β·A)."""
+    """exp(1000) is infinite; weights below the limit are exp(β·A)."""
     weights = awac_weights(torch.tensor([0.0, 1.0, 1000.0, -1000.0]), beta=2.0, limit=20.0)
     torch.testing.assert_close(weights, torch.tensor([1.0, math.exp(2), 20.0, 0.0]))
 
@@ -147,7 +147,7 @@ def random_heads(**sizes: Any) -> ILQLHeads:
 
 @table("two_qs", [True, False])
 def test_what_the_heads_say_of_chosen_tokens_is_what_they_say_of_all(two_qs: bool) -> None:
-    """X7.02, X7.05: the target is the lower of the target heads."""
+    """The target is the lower of the target heads."""
     heads, states, tokens = random_heads(two_qs=two_qs), torch.randn(5, 6), torch.tensor([0, 10, 3, 3, 7])
     said = heads(states, tokens)
     qs, targets = ([q(states) for q in group] for group in (heads.q, heads.target_q))
@@ -180,7 +180,7 @@ def test_in_chunks_the_heads_say_the_same_and_have_the_same_gradient(monkeypatch
 
 @given(st.floats(0.001, 1))
 def test_the_target_goes_as_far_towards_q_as_it_is_told(alpha: float) -> None:
-    """X7.12: α·Q + (1 − α)·Q̂; with α = 1 it is a copy, bit for bit."""
+    """α·Q + (1 − α)·Q̂; with α = 1 it is a copy, bit for bit."""
     heads = random_heads()
     before = [tensor.clone() for tensor in heads.target_q.buffers()]
     heads.sync(alpha)
@@ -192,7 +192,7 @@ def test_the_target_goes_as_far_towards_q_as_it_is_told(alpha: float) -> None:
 
 
 def test_targets_follow_after_every_kth_optimizer_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """S-14: in 25 steps, k = 5, they do 5 times; passes of two batches have nothing to do with it."""
+    """In 25 steps, k = 5, they do 5 times; passes of two batches have nothing to do with it."""
     steps: list[int] = []
     trainer = tiny_trainer("ilql", tmp_path, method__steps_for_target_q_sync=5, train__total_steps=25)
     monkeypatch.setattr(ILQLHeads, "sync", lambda self, alpha: steps.append(trainer.progress.step))
@@ -231,7 +231,7 @@ def test_targets_are_in_checkpoints_and_exports_and_no_optimizer_moves_them(tmp_
 def test_tokens_are_drawn_from_the_policy_at_its_temperature_times_the_exponential_of_advantage(
     temperature: float, tmp_path: Path
 ) -> None:
-    """S-42: the temperature is the policy's alone, and what is known of a rollout is the policy's too."""
+    """The temperature is the policy's alone, and what is known of a rollout is the policy's too."""
     trainer = settled(tiny_trainer("ilql", tmp_path))
     sampler, seen = trainer.engine.sampler, []  # type: ignore[attr-defined]
     honest = sampler.steer
@@ -287,7 +287,7 @@ def test_a_large_beta_takes_the_token_of_the_largest_advantage_that_is_allowed(t
 
 @table("prompts, top_k", [(["a"], 0), (["a"], 1), (["a", "b"], 0), (["a", "b"], 20)])
 def test_no_transition_that_the_mask_forbids_is_taken(prompts: list[str], top_k: int, tmp_path: Path) -> None:
-    """X7.16, S-42: also for a single prompt, and without top_k. Letters go round, a after h, and nothing else."""
+    """Also for a single prompt, and without top_k. Letters go round, a after h, and nothing else."""
     mask = torch.zeros(10, 10, dtype=torch.bool)
     mask[torch.arange(10), (torch.arange(10) + 1) % 8] = True
     trainer = settled(tiny_trainer("ilql", tmp_path, arguments={"logit_mask": mask}))
@@ -344,7 +344,7 @@ def test_settings_of_generate_are_those_of_the_method(tmp_path: Path) -> None:
 
 
 def test_the_reward_stands_on_the_last_output_token_of_a_dialogue(tmp_path: Path) -> None:
-    """X7.03, X7.04: rewards 1 and 3 are ∓1/√2; a·bc·d·e and its EOS; the outputs are b, c, e and EOS."""
+    """Rewards 1 and 3 are ∓1/√2; a·bc·d·e and its EOS; the outputs are b, c, e and EOS."""
     trainer = tiny_trainer("ilql", tmp_path)
     batch = trainer.make_experience([["a", "bc", "d", "e"], ("a", "b")], [1.0, 3.0])
     eos = trainer.tokenizer.eos_token_id
@@ -357,7 +357,7 @@ def test_the_reward_stands_on_the_last_output_token_of_a_dialogue(tmp_path: Path
 
 
 def test_experience_made_of_samples_is_what_is_learnt_from(tmp_path: Path) -> None:
-    """X7.22, as in trlX: samples, rewards and the most tokens of one."""
+    """As in trlX: samples, rewards and the most tokens of one."""
     trainer = tiny_trainer("ilql", tmp_path, train__total_steps=None, train__epochs=3, train__batch_size=2)
     batch = trainer.make_experience([("a", "bcdefgh"), ("a", "b"), "abc"], [1, 2, 3], max_length=4)
     assert batch.sequences.lengths.tolist() == [4, 3, 4]
@@ -372,7 +372,7 @@ def test_experience_made_of_samples_is_what_is_learnt_from(tmp_path: Path) -> No
 def test_rewards_that_do_not_differ_are_zero_and_it_is_told(
     rewards: list[float], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """S-43's neighbour: the standard deviation of one number is no number."""
+    """The standard deviation of one number is no number."""
     trainer = tiny_trainer("ilql", tmp_path)
     caplog.clear()
     batch = trainer.make_experience([("a", "b")] * len(rewards), rewards)
@@ -420,7 +420,7 @@ def test_a_stream_is_refused_because_its_rewards_have_no_mean(tmp_path: Path) ->
 @pytest.mark.daily(make=(tiny_t5,))
 @pytest.mark.parametrize("make", [tiny_t5, tiny_bart])
 def test_an_encoder_decoder_reads_values_where_its_decoder_chooses(make: Any, tmp_path: Path) -> None:
-    """S-41: the decoder reads its start and the output but for its last token; the first one is an action too."""
+    """The decoder reads its start and the output but for its last token; the first one is an action too."""
     trainer = settled(tiny_trainer("ilql", tmp_path, model=make(10)))
     batch = trainer.make_experience([("ab", "cde"), ("f", "gh")], [1.0, 0.0])
     said = trainer.unwrapped(batch.sequences).head
@@ -442,7 +442,7 @@ def test_an_encoder_decoder_reads_values_where_its_decoder_chooses(make: Any, tm
 @pytest.mark.daily(make=(tiny_t5,))
 @pytest.mark.parametrize("make", [tiny_t5, tiny_bart])
 def test_an_encoder_decoder_is_steered_by_its_decoders_states(make: Any, tmp_path: Path) -> None:
-    """X7.19: the budget is that of new tokens, whatever the prompt's; the mask holds; a run by generate is alike."""
+    """The budget is that of new tokens, whatever the prompt's; the mask holds; a run by generate is alike."""
     mask = torch.arange(10) < 8
     trainer = settled(tiny_trainer("ilql", tmp_path, model=make(10), arguments={"logit_mask": mask}))
     rollouts = trainer.generate(["ab", "cdefgh"], beta=1e6, temperature=0, max_new_tokens=5)

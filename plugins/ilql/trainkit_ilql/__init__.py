@@ -1,6 +1,6 @@
 """ILQL: implicit language Q-learning, offline from samples with rewards.
 
-Snell et al. 2022 (the algorithm), Kostrikov et al. 2021 (implicit Q-learning); the formulas are those of trlX (F-13).
+Snell et al. 2022 (the algorithm), Kostrikov et al. 2021 (implicit Q-learning); the formulas are those of trlX.
 """
 
 from __future__ import annotations

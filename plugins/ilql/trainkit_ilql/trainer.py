@@ -50,7 +50,7 @@ def expectile_loss(error: Tensor, tau: float) -> Tensor:
 
 
 def awac_weights(advantages: Tensor, *, beta: float, limit: float) -> Tensor:
-    """Return min(exp(β·A), limit), also where exp would overflow (S-43). [*] -> [*]. Nair et al. 2020, equation 13."""
+    """Return min(exp(β·A), limit), also where exp would overflow. [*] -> [*]. Nair et al. 2020, equation 13."""
     return (beta * advantages).clamp(max=math.log(limit)).exp()
 
 
@@ -260,11 +260,11 @@ class ILQLTrainer(AccelerateRLTrainer[ILQLConfig]):
         }
 
     def after_step(self) -> None:
-        """Update the targets after every `steps_for_target_q_sync`-th step (S-14)."""
+        """Update the targets after every `steps_for_target_q_sync`-th step."""
         if self.progress.step % self.method.steps_for_target_q_sync == 0:
             self.unwrapped.head.sync(self.method.alpha)
 
     def steer(self, logits: Tensor, states: Tensor, settings: SamplingConfig) -> Tensor:
-        """Return log π(a|s) + β(Q̂(s, a) − V(s)), where the temperature applies to π only (S-42). -> [b, V]."""
+        """Return log π(a|s) + β(Q̂(s, a) − V(s)), where the temperature applies to π only. -> [b, V]."""
         beta = cast(ILQLSampling, settings).beta
         return logits if beta == 0 else logits + beta * self.unwrapped.head.advantages(states)

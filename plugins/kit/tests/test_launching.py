@@ -33,7 +33,7 @@ class AloneTrainer(AccelerateRLTrainer[AloneConfig]):
     def loss(self, batch):
         return nll(self.unwrapped(batch).logprobs, batch.response_mask), {}
 """
-"""S-48: what accelerate has wrapped, and exchanges gradients of, is not what is called."""
+"""What accelerate has wrapped, and exchanges gradients of, is not what is called."""
 
 
 @pytest.mark.slow

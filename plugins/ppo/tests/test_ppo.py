@@ -81,7 +81,7 @@ def test_fixed_controller_stays() -> None:
 
 
 def test_controller_moves_once_per_collection(tmp_path: Path) -> None:
-    """S-13: not once per epoch, and by the number of episodes of the collection."""
+    """Not once per epoch, and by the number of episodes of the collection."""
     trainer = tiny_trainer("ppo", tmp_path, method__target=1e-6, method__horizon=160, train__total_steps=16)
     trainer.learn()  # 16 steps = 2 collections of 16 responses x 4 epochs x 2 batches
     # kl is 0 before the first update, so clip(0/target - 1) = -.2; afterwards it is far above or below: ±.2
@@ -104,7 +104,7 @@ def experience_of(trainer: Any, scores: torch.Tensor, responses: list[list[int]]
 
 
 def test_score_lands_on_last_response_token(tmp_path: Path) -> None:
-    """S-02: rows of different length; with V = 0, γ = λ = 1 every return of a row is its score."""
+    """Rows of different length; with V = 0, γ = λ = 1 every return of a row is its score."""
     trainer = tiny_trainer("ppo", tmp_path, method__lam=1.0)
     batch = experience_of(trainer, torch.tensor([2.0, -1.0]), [[1, 2, 3, 8], [4, 8]])
     expected = torch.tensor([[0, 2, 2, 2, 2], [0, -1, -1, 0, 0]], dtype=torch.float32)
@@ -139,7 +139,7 @@ def scaled(trainer: Any, scores: torch.Tensor) -> torch.Tensor:
 
 
 def test_scores_are_scaled_then_clipped(tmp_path: Path) -> None:
-    """S-61: std of [2, 4, 6] is 2; 6/2 = 3 is clipped to 2.5, and 2.5 before scaling would have given 1.25."""
+    """Std of [2, 4, 6] is 2; 6/2 = 3 is clipped to 2.5, and 2.5 before scaling would have given 1.25."""
     trainer = tiny_trainer("ppo", tmp_path, method__scale_reward="running", method__cliprange_reward=2.5)
     assert scaled(trainer, rows(2.0, 4.0, 6.0)).sum(1).tolist() == [1.0, 2.0, 2.5]
 
@@ -156,7 +156,7 @@ def test_running_scale_follows_all_scores_and_ref_scale_the_first(tmp_path: Path
 
 @table("scale", ["running", "ref"])
 def test_one_score_is_not_scaled_by_an_undefined_deviation(scale: str, tmp_path: Path) -> None:
-    """S-16: one value has no standard deviation; the next ones have."""
+    """One value has no standard deviation; the next ones have."""
     trainer = tiny_trainer("ppo", tmp_path, method__scale_reward=scale)
     assert scaled(trainer, rows(3.0)).sum(1).tolist() == [3.0]
     assert scaled(trainer, rows(1.0, 2.0)).sum(1).tolist() == [1.0, 2.0]  # std of [3, 1, 2] is 1
@@ -177,7 +177,7 @@ def test_rows_sampled_at_a_time_do_not_change_how_scores_are_scaled(scale: str, 
 
 
 def test_what_was_scaled_so_far_is_part_of_a_resumed_run(tmp_path: Path) -> None:
-    """S-16, S-20: the next collection is scaled as if the run had not stopped, to the bit."""
+    """The next collection is scaled as if the run had not stopped, to the bit."""
     later = {}
     for scale in ("running", "ref"):
         changes = {"method__scale_reward": scale, "train__save_interval": 8}
@@ -211,7 +211,7 @@ def with_a_critic(trainer: Any) -> Any:
 
 
 def test_a_cut_response_goes_on_with_the_value_of_the_state_it_ends_in(tmp_path: Path) -> None:
-    """F-05. What that value is, longer responses tell: it is that of the state in which their next token is chosen."""
+    """What that value is, longer responses tell: it is that of the state in which their next token is chosen."""
     trainer = with_a_critic(tiny_trainer("ppo", tmp_path, method__bootstrap_truncated=True))
     found = trainer.bootstrap(rollouts_of([[1, 2, 3], [4], [5, 6]], terminated=[False, False, True]))
     longer = trainer.behaviour(rollouts_of([[1, 2, 3, 7], [4, 8], [5, 6, 7]])).values
@@ -229,7 +229,7 @@ def test_a_response_that_fills_the_models_context_goes_on_too(tmp_path: Path) ->
 
 
 def test_one_token_and_a_cut_is_worth_its_reward_and_what_comes_after(tmp_path: Path) -> None:
-    """S-12: return = r + γ·V(after), and r where the response ended by itself, or nothing is bootstrapped."""
+    """Return = r + γ·V(after), and r where the response ended by itself, or nothing is bootstrapped."""
     for on in (True, False):
         trainer = with_a_critic(
             tiny_trainer("ppo", tmp_path / str(on), method__bootstrap_truncated=on, method__gamma=0.5)
@@ -267,7 +267,7 @@ def with_an_infinite_ratio(batch: PPOBatch) -> PPOBatch:
 
 
 def test_an_infinite_ratio_leaves_the_weights_alone(tmp_path: Path) -> None:
-    """S-21: inf · 0 is NaN, so the step is not scaled down but not made."""
+    """Inf · 0 is NaN, so the step is not scaled down but not made."""
     trainer = tiny_trainer("ppo", tmp_path, optimizer__weight_decay=0.5, train__microbatch_size=3)
     trainer.collect()
     batch = trainer.store.experience

@@ -68,7 +68,7 @@ class PPOBatch(TokenBatch):
 
 
 class KLController:
-    """β: constant, or adapted to a target KL once per collection (Ziegler et al. 2019, equation 4; F-10)."""
+    """β: constant, or adapted to a target KL once per collection (Ziegler et al. 2019, equation 4)."""
 
     def __init__(self, coef: float, target: float | None, horizon: int) -> None:
         self.coef, self.target, self.horizon = coef, target, horizon
@@ -164,7 +164,7 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
     def prepare_experience(self, experience: PPORollouts) -> PPOBatch:
         """Return the experience [B, T]: GAE on rewards with the KL penalty, advantages whitened over the collection.
 
-        Also update β, once per collection (F-06, F-10).
+        Also update β, once per collection.
         """
         x, mask = experience, experience.sequences.response_mask
         rewards = self.rewards(x, self.scaled(zero_masked(x.scores, mask), mask))
@@ -196,7 +196,7 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
         return kl_shaped_rewards(scores, x.logprobs, x.ref_logprobs, mask, self.kl.coef, penalty=x.penalty)
 
     def scaled(self, scores: Tensor, mask: Tensor) -> Tensor:
-        """Scale a collection's rewards by a standard deviation of scores if set, then clip them (S-61). [B, T]."""
+        """Scale a collection's rewards by a standard deviation of scores if set, then clip them. [B, T]."""
         if self.method.scale_reward != "none":
             self.moments.update(scores.sum(1), self.reduce)
             std = self.moments.std
@@ -236,7 +236,7 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
     def judge(self, metrics: Mapping[str, float]) -> Verdict:
         """Skip a step if the policy has moved too far: KL above 1.5·`target_kl`, or mean ratio above `ratio_threshold`.
 
-        The rule for the KL is that of Spinning Up (Achiam 2018), the one for the ratio is TRL's (S-21).
+        The rule for the KL is that of Spinning Up (Achiam 2018), the one for the ratio is TRL's.
         """
         target, threshold = self.method.target_kl, self.method.ratio_threshold
         if target is not None and metrics["policy/approx_kl"] > 1.5 * target:

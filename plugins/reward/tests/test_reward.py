@@ -25,7 +25,7 @@ PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
 
 
 def test_the_loss_with_margins_is_the_golden_number() -> None:
-    """Golden 10.9: every difference is its margin, so every term is log 2; [B, 1] − [B] would give .842927 (S-37)."""
+    """Golden 10.9: every difference is its margin, so every term is log 2; [B, 1] − [B] would give .842927."""
     chosen, margins = torch.tensor([1.0, 2, 3]), torch.tensor([1.0, 2, 3])
     assert preference_loss(chosen, torch.zeros(3), margins).mean().item() == pytest.approx(0.693147, abs=1e-6)
     wrong = preference_loss(chosen.unsqueeze(1), torch.zeros(3, 1), margins)

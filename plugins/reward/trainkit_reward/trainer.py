@@ -30,7 +30,7 @@ def preference_loss(chosen: Tensor, rejected: Tensor, margins: Tensor, *, center
     """Return the loss of each pair, −log σ(r_c − r_r − margin) + c·(r_c + r_r)². [B] ×3 -> [B].
 
     Sources: Stiennon et al. 2020, section 3.4; for the margin, Touvron et al. 2023 (Llama 2), equation 2; for the
-    centring, Eisenstein et al. 2023, equation 6 (F-18).
+    centring, Eisenstein et al. 2023, equation 6.
     """
     return -F.logsigmoid(chosen - rejected - margins) + center_coef * (chosen + rejected) ** 2
 
@@ -76,7 +76,7 @@ class RewardTrainer(AccelerateRLTrainer[RewardConfig]):
         return RewardModel.from_pretrained(self.unwrapped, self.tokenizer, device=self.accelerator.device)
 
     def loss(self, batch: RewardBatch) -> tuple[Tensor, Metrics]:
-        """Return the Bradley-Terry loss, a mean over pairs; both sides are in one forward pass (S-37). -> []."""
+        """Return the Bradley-Terry loss, a mean over pairs; both sides are in one forward pass. -> []."""
         chosen, rejected = self.policy(batch.both).split(len(batch))
         losses = preference_loss(chosen, rejected, batch.margins, center_coef=self.method.center_coef)
         return losses.mean(), {

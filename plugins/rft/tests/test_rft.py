@@ -23,7 +23,7 @@ SCORES = st.lists(st.lists(st.integers(-3, 3).map(float), min_size=1, max_size=6
 
 def test_what_is_kept_equals_the_golden_table() -> None:
     """Golden 10.7: the .7-quantiles are 1, 1 and 0. Half of the first pool reaches its own, the others are all equal:
-    the ones reach the median of all twelve, which is ½, and the zeros do not (S-28)."""
+    the ones reach the median of all twelve, which is ½, and the zeros do not."""
     pools = [[0.0, 0, 1, 1], [1.0, 1, 1, 1], [0.0, 0, 0, 0]]
     assert [torch.tensor(pool).quantile(0.7).item() for pool in pools] == [1, 1, 0]
     assert select(pools, [0.7] * 3) == [[False, False, True, True], [True] * 4, [False] * 4]
@@ -47,7 +47,6 @@ def test_something_is_always_kept_and_the_best_first(scores: list[list[float]], 
 
 @given(SCORES, st.integers(0, 20))
 def test_what_is_kept_reaches_the_quantile_that_numpy_gives(scores: list[list[float]], twentieth: int) -> None:
-    """F-19."""
     p, median = twentieth / 20, np.median(np.concatenate([np.array(row) for row in scores]))
     for row, kept in zip(map(np.array, scores), select(scores, [p] * len(scores)), strict=True):
         above = (row >= np.quantile(row, p)) & (row > row.min())
@@ -66,7 +65,7 @@ def visited(trainer: Any) -> RFTRows:
 
 
 def test_thresholds_rise_to_the_last_percentile_with_every_visit_and_then_begin_anew(tmp_path: Path) -> None:
-    """linspace(0, 1, 3) of the scores 0 … 4 is 0, 2, 4; trlX's schedule would end at 2/3 of the way (X9.03)."""
+    """linspace(0, 1, 3) of the scores 0 … 4 is 0, 2, 4; trlX's schedule would end at 2/3 of the way."""
     trainer = tiny_trainer("rft", tmp_path, method__start_percentile=0.0, method__end_percentile=1.0,
                            method__n_improve_steps=3)  # fmt: skip
     pool = [([1], [2, i], float(i)) for i in range(5)]
@@ -78,7 +77,7 @@ def test_thresholds_rise_to_the_last_percentile_with_every_visit_and_then_begin_
 
 
 def test_only_every_nth_visit_samples(tmp_path: Path) -> None:
-    """Eight prompts, four to a collection: two collections that sample, two that do not, and so on (X9.02)."""
+    """Eight prompts, four to a collection: two collections that sample, two that do not, and so on."""
     trainer = tiny_trainer("rft", tmp_path, method__n_improve_steps=2, train__total_steps=100, train__epochs=4)
     fresh: list[bool] = []
 
@@ -102,7 +101,7 @@ def test_a_response_that_comes_again_is_held_once_with_its_latest_score_and_the_
 
 
 def test_what_is_trained_are_responses_of_the_pool_and_not_their_prompts(tmp_path: Path) -> None:
-    """S-29; a response that was cut at the length limit has no EOS, and none is added."""
+    """A response that was cut at the length limit has no EOS, and none is added."""
     trainer = tiny_trainer("rft", tmp_path)
     kept = trainer.prepare_experience(rows(([1, 2], [3, 4, 8], 1.0), ([1, 2], [5], 0.0), ([6], [7], 2.0)))
     assert [(q.tolist(), r.tolist()) for q, r in zip(kept.queries, kept.responses, strict=True) if len(r)] == [

@@ -27,9 +27,9 @@ class RFTRows(TokenBatch):
 
 
 def select(scores: list[list[float]], percentiles: list[float]) -> list[list[bool]]:
-    """Return which scores s of each prompt are kept: s ≥ quantile(s, p) and s > min s, p its percentile (F-19).
+    """Return which scores s of each prompt are kept: s ≥ quantile(s, p) and s > min s, p its percentile.
 
-    If all responses to a prompt have the same score, they are kept if it is at least the median of all scores (S-28).
+    If all responses to a prompt have the same score, they are kept if it is at least the median of all scores.
     """
     median = torch.tensor([score for row in scores for score in row]).quantile(0.5)
     rows = [(torch.tensor(row), p) for row, p in zip(scores, percentiles, strict=True)]
@@ -151,6 +151,6 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
         return batch.take(prompt.argsort(stable=True))
 
     def loss(self, batch: Sequences) -> tuple[Tensor, Metrics]:
-        """Return the negative log-likelihood of the responses, a mean over their tokens (S-29). -> []."""
+        """Return the negative log-likelihood of the responses, a mean over their tokens. -> []."""
         logprobs = self.policy(batch).logprobs
         return nll(logprobs, batch.response_mask), {"loss/nll": Mean.of(-logprobs, batch.response_mask)}

@@ -60,7 +60,7 @@ def test_sequence_kl_is_paid_by_the_whole_response(tmp_path: Path) -> None:
 
 
 def test_token_kl_is_paid_from_the_token_on(tmp_path: Path) -> None:
-    """S-66: G = (2 − .6, 2 − .5, 2 − .3) and (1 − .9, 1 − .5), less the other's R (.1 and 1.4)."""
+    """G = (2 − .6, 2 − .5, 2 − .3) and (1 − .9, 1 − .5), less the other's R (.1 and 1.4)."""
     tokens = prepared(tmp_path, method__kl_level="token", method__ratio_level="token")
     expected = torch.tensor([[0, 1.3, 1.4, 1.6], [0, -1.3, -0.9, 0]])
     torch.testing.assert_close(tokens.advantages, expected)
@@ -110,7 +110,6 @@ def test_one_response_per_prompt_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_responses_of_a_prompt_stand_together_and_all_are_trained(tmp_path: Path) -> None:
-    """S-52."""
     trainer = tiny_trainer("rloo", tmp_path, rollout__batch_size=6)  # chunks that cut through groups of four
     trainer.collect()
     queries = [q.tolist() for q in trainer.store.experience.sequences.queries]

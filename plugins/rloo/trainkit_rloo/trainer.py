@@ -56,7 +56,7 @@ class RLOORows(RLOOBatch):
 
 @register_trainer("rloo")
 class RLOOTrainer(AccelerateRLTrainer[RLOOConfig]):
-    """Trainer of RLOO: A_k = R_k − mean of the other R_j, R = score − β·Σ k1; clipped surrogate per response (F-11)."""
+    """Trainer of RLOO: A_k = R_k − mean of the other R_j, R = score − β·Σ k1; clipped surrogate per response."""
 
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
     group = "rloo_k"

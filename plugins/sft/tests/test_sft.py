@@ -84,7 +84,7 @@ def test_prompts_are_trained_too_if_so_set(tmp_path: Path) -> None:
 
 @given(st.lists(st.integers(1, 20)), st.integers(20, 50))
 def test_every_sample_is_in_one_row_and_no_row_is_too_long(lengths: list[int], size: int) -> None:
-    """S-34: nothing is dropped. Two rows that would fit into one are never both there."""
+    """Nothing is dropped. Two rows that would fit into one are never both there."""
     packs = best_fit(lengths, size)
     assert sorted(index for pack in packs for index in pack) == list(range(len(lengths)))
     filled = sorted(sum(lengths[index] for index in pack) for pack in packs)
@@ -149,7 +149,7 @@ def loss_and_gradient(model: PreTrainedModel, sequences: Sequences) -> tuple[Ten
 def test_packed_rows_have_the_loss_and_the_gradient_of_their_samples(
     name: str, fields: dict[str, Any], attention: str
 ) -> None:
-    """S-34. Samples are longer than the windows. In float64, but for some norms; eager attention is in float32."""
+    """Samples are longer than the windows. In float64, but for some norms; eager attention is in float32."""
     if name == "gemma2" and attention == "sdpa":
         attention = "eager"  # it has no other
     model = language_model(name, fields, attention)
@@ -271,7 +271,7 @@ def noise_on(model: PreTrainedModel, sequences: Sequences, alpha: float) -> Tens
 
 @table("pack", [False, True])
 def test_noise_is_uniform_by_the_samples_own_length_and_nothing_on_padding(pack: bool) -> None:
-    """F-20: of samples of 4 and 9 tokens at width 32, α = 5: 5 / sqrt(4 · 32) = .4419 and 5 / sqrt(9 · 32) = .2946."""
+    """Of samples of 4 and 9 tokens at width 32, α = 5: 5 / sqrt(4 · 32) = .4419 and 5 / sqrt(9 · 32) = .2946."""
     model = language_model("gpt2", tiny_gpt2(50), "sdpa").train()
     rows = [[1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11, 12, 13], [1] * 16]
     samples = Sequences.from_lists([row[:1] for row in rows], [row[1:] for row in rows])

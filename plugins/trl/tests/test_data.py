@@ -49,7 +49,7 @@ def rows(**changes: Any) -> ConstantLengthDataset:
 
 
 def test_texts_are_joined_by_eos_and_cut() -> None:
-    """abc$ de$ f$ is nine tokens, three rows; with pieces of any size (S-34: the remainder is carried over)."""
+    """abc$ de$ f$ is nine tokens, three rows; with pieces of any size (the remainder is carried over)."""
     eos = tokenizer.eos_token_id
     a, b, c, d, e, f = tokenizer.encode("abcdef")
     expected = [[a, b, c], [eos, d, e], [eos, f, eos]]

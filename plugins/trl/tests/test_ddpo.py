@@ -167,7 +167,7 @@ def test_a_step_returns_the_steps_so_far_and_the_hook_gets_what_was_scored(
 
 
 def test_rewards_that_are_computed_in_threads_stay_with_their_images(tmp_path: Path) -> None:
-    """The first of two batches is scored last (S-47)."""
+    """The first of two batches is scored last."""
     calls: list[int] = []
 
     def slow(images: Any, prompts: Any, metadata: Any) -> Any:

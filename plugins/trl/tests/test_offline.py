@@ -179,7 +179,7 @@ def test_losses_of_pairs_are_those_of_trl(loss_type: Any, smoothing: float, expe
 
 
 def test_the_loss_kto_pair_is_the_mean_of_both_sides(tmp_path: Path) -> None:
-    """F-12: log-ratios (.5, -1), (-1, .5), KLs 0: chosen 1 - sigmoid(.05), ..., rejected 1 - sigmoid(.1), ..."""
+    """Log-ratios (.5, -1), (-1, .5), KLs 0: chosen 1 - sigmoid(.05), ..., rejected 1 - sigmoid(.1), ..."""
     model, tokenizer = made()
     trainer = DPOTrainer(model, args=arguments(tmp_path), loss_type="kto_pair", train_dataset=PAIRS,
                          tokenizer=tokenizer)  # fmt: skip

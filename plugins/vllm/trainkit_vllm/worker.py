@@ -40,7 +40,7 @@ class WorkerExtension:
 
 
 def _at_temperature(sampler: Any) -> None:
-    """Make vLLM's sampler compute its log-probabilities at each row's temperature, before truncation (F-02).
+    """Make vLLM's sampler compute its log-probabilities at each row's temperature, before truncation.
 
     Raises:
         RuntimeError: it is another sampler than the one that this is written for; says how to get that one.

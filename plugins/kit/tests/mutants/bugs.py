@@ -13,7 +13,7 @@ BUGS = (
     Bug(
         "eos_unlearnt_online",
         "EOS is masked out of what is learnt, because it is also what pads; the policy never learns to stop",
-        "S-01: trlX",
+        "trlX",
         "ppo",
         ("eos_is_trained",),
         patch="""
@@ -28,7 +28,7 @@ BUGS = (
     Bug(
         "eos_unlearnt_offline",
         "labels are dropped wherever the id is that of padding, which is EOS's",
-        "S-35: TRL's collator",
+        "TRL's collator",
         "sft",
         ("eos_is_trained",),
         patch="""
@@ -40,7 +40,7 @@ BUGS = (
     Bug(
         "eos_of_pairs_unlearnt",
         "EOS is left out of the log-probabilities of both sides of a pair",
-        "S-36: TRL",
+        "TRL",
         "dpo",
         ("eos_is_trained",),
         patch="""
@@ -55,7 +55,7 @@ BUGS = (
     Bug(
         "first_token_unlearnt",
         "the first token that an encoder-decoder's decoder chooses has no part in the loss",
-        "S-23: TRL; S-03: trlX",
+        "TRL; trlX",
         "rloo",
         ("encoder_decoder",),
         patch="""
@@ -67,7 +67,7 @@ BUGS = (
     Bug(
         "score_one_token_late",
         "the score lands on the token behind the last one, which no loss reads",
-        "S-02: trlX",
+        "trlX",
         "ppo",
         ("credit_of_scores",),
         patch="""
@@ -78,7 +78,7 @@ BUGS = (
     Bug(
         "score_in_the_last_column",
         "the score stands in the last column, which in shorter rows is padding",
-        "S-27: TRL, of the place that a reward is read from",
+        "TRL, of the place that a reward is read from",
         "ppo",
         ("credit_of_scores",),
         patch="""
@@ -89,7 +89,7 @@ BUGS = (
     Bug(
         "mask_as_a_factor",
         "a product with the mask leaves NaN what is NaN under it",
-        "S-15: trlX",
+        "trlX",
         "ppo",
         ("mask_law",),
         patch="""
@@ -100,7 +100,7 @@ BUGS = (
     Bug(
         "mean_over_padding",
         "the loss is a mean over columns, padding among them, so it depends on the longest row in the batch",
-        "S-38, S-56: TRL, trlX",
+        "TRL, trlX",
         "sft",
         ("padding_amount", "micro_batches"),
         patch="""
@@ -111,7 +111,7 @@ BUGS = (
     Bug(
         "metric_over_padding",
         "a metric is divided by the padded size",
-        "S-56: trlX, TRL",
+        "trlX, TRL",
         "ppo",
         ("metric_totals",),
         patch="""
@@ -122,7 +122,7 @@ BUGS = (
     Bug(
         "entropy_of_padding",
         "every token of padding adds 1 to the entropy",
-        "S-51: async_rlhf",
+        "async_rlhf",
         "ppo",
         ("padding_amount",),
         patch="""
@@ -133,7 +133,7 @@ BUGS = (
     Bug(
         "prompts_are_learnt",
         "prompts are labels too",
-        "S-29: trlX",
+        "trlX",
         "rft",
         ("sampled_ids",),
         patch="""
@@ -144,7 +144,7 @@ BUGS = (
     Bug(
         "packed_samples_attend",
         "samples that are packed into one row attend to each other",
-        "S-34: TRL",
+        "TRL",
         "sft",
         ("packing",),
         patch="""
@@ -155,7 +155,7 @@ BUGS = (
     Bug(
         "retokenised",
         "what is learnt is the text encoded again, with other ids than were sampled",
-        "S-09: trlX",
+        "trlX",
         "rft",
         ("sampled_ids",),
         patch="""
@@ -170,7 +170,7 @@ BUGS = (
     Bug(
         "trained_at_temperature_1",
         "samples are drawn at the temperature, and learnt as if it were 1",
-        "S-08: trlX, TRL",
+        "trlX, TRL",
         "ppo",
         ("sampling_distribution",),
         patch="""
@@ -181,7 +181,7 @@ BUGS = (
     Bug(
         "ratio_between_temperatures",
         "the ratio's old log-probabilities are the sampler's at its temperature, the new ones at 1",
-        "S-08: trlX, TRL",
+        "trlX, TRL",
         "ppo",
         ("first_update",),
         patch="""
@@ -195,7 +195,7 @@ BUGS = (
     Bug(
         "rounded_old_logprobs",
         "old log-probabilities are kept in half precision, so the first ratio is not 1",
-        "S-50: TRL, ddpo-pytorch",
+        "TRL, ddpo-pytorch",
         "rloo",
         ("first_update",),
         patch="""
@@ -250,7 +250,7 @@ BUGS = (
     Bug(
         "kl_the_wrong_way",
         "the divergence from the reference is rewarded",
-        "S-06's kin",
+        "a sign that is easily wrong",
         "ppo",
         ("kl_pulls_back",),
         patch="""
@@ -261,7 +261,7 @@ BUGS = (
     Bug(
         "whitened_over_padding",
         "mean and deviation of the advantages count padding",
-        "S-10: trlX",
+        "trlX",
         "ppo",
         ("padding_amount",),
         patch="""
@@ -272,7 +272,7 @@ BUGS = (
     Bug(
         "whitened_per_micro_batch",
         "advantages are whitened over each micro-batch",
-        "S-10: trlX",
+        "trlX",
         "ppo",
         ("micro_batches",),
         patch="""
@@ -285,7 +285,7 @@ BUGS = (
     Bug(
         "no_deviation",
         "advantages are divided by the deviation of their group, also where it is 0",
-        "S-16: trlX, TRL",
+        "trlX, TRL",
         "grpo",
         ("finite_at_extremes",),
         patch="""
@@ -296,7 +296,7 @@ BUGS = (
     Bug(
         "first_of_k_trained",
         "of the k responses to a prompt only the first is learnt from",
-        "S-52: async_rlhf",
+        "async_rlhf",
         "rloo",
         ("credit_of_scores",),
         patch="""
@@ -308,7 +308,7 @@ BUGS = (
     Bug(
         "advantages_of_integers",
         "advantages have the type of the rewards, so that those of integers are cut to integers",
-        "S-58: ddpo-pytorch, TRL",
+        "ddpo-pytorch, TRL",
         "rloo",
         ("integer_scores",),
         patch="""
@@ -320,7 +320,7 @@ BUGS = (
     Bug(
         "truncated_advantages",
         "advantages are written into an array of integers",
-        "S-58: ddpo-pytorch, TRL",
+        "ddpo-pytorch, TRL",
         "rloo",
         ("credit_of_scores",),
         patch="""
@@ -331,7 +331,7 @@ BUGS = (
     Bug(
         "token_kl_that_is_none",
         "a setting for the divergence of each token adds it up over the response again, and changes nothing",
-        "S-66: TRL",
+        "TRL",
         "rloo",
         ("fields_have_effects",),
         patch="""
@@ -343,7 +343,7 @@ BUGS = (
     Bug(
         "margins_broadcast",
         "margins [B, 1] and rewards [B] make a loss of B × B pairs",
-        "S-37: TRL",
+        "TRL",
         "reward",
         ("micro_batches",),
         patch="""
@@ -354,7 +354,7 @@ BUGS = (
     Bug(
         "pair_mean_over_padding",
         "log-probabilities of a response are a mean over columns",
-        "S-38: TRL",
+        "TRL",
         "dpo",
         ("padding_amount",),
         patch="""
@@ -366,7 +366,7 @@ BUGS = (
     Bug(
         "target_never_synced",
         "the target network stays what it was",
-        "S-14: trlX",
+        "trlX",
         "ilql",
         ("kept_state_moves",),
         patch="""
@@ -377,7 +377,7 @@ BUGS = (
     Bug(
         "unbounded_weights",
         "weights of advantages are not bounded, whatever the setting says",
-        "S-43: trlX",
+        "trlX",
         "ilql",
         ("finite_at_extremes",),
         patch="""
@@ -388,7 +388,7 @@ BUGS = (
     Bug(
         "end_percentile_unused",
         "thresholds never reach the last percentile that is set",
-        "S-28: trlX",
+        "trlX",
         "rft",
         ("fields_have_effects",),
         patch="""
@@ -410,7 +410,7 @@ BUGS = (
     Bug(
         "visits_not_saved",
         "a resumed run begins again with the first thresholds",
-        "S-20: trlX",
+        "trlX",
         "rft",
         ("resume_every_step",),
         patch="""
@@ -427,7 +427,7 @@ BUGS = (
     Bug(
         "pools_not_saved",
         "the responses that thresholds are computed from are not in the checkpoint",
-        "S-20: trlX",
+        "trlX",
         "rft",
         ("resume_every_step",),
         patch="""
@@ -447,7 +447,7 @@ BUGS = (
     Bug(
         "kl_coef_not_saved",
         "a resumed run begins with the first price of divergence",
-        "S-20: trlX",
+        "trlX",
         "ppo",
         ("state_is_complete",),
         patch="""
@@ -458,7 +458,7 @@ BUGS = (
     Bug(
         "critic_per_micro_batch",
         "the critic's loss is a mean over each micro-batch, so its gradient grows with their number",
-        "S-11: trlX",
+        "trlX",
         "ppo",
         ("micro_batches",),
         patch="""
@@ -476,7 +476,7 @@ BUGS = (
     Bug(
         "responses_counted_as_tokens",
         "the loss is a mean over tokens, and micro-batches are weighted by their rows",
-        "S-62: TRL, verl, SkyRL, prime-rl, slime",
+        "TRL, verl, SkyRL, prime-rl, slime",
         "ppo",
         ("micro_batches", "weight_counts"),
         patch="""
@@ -490,7 +490,7 @@ BUGS = (
     Bug(
         "attribute_of_the_wrapper",
         "the model is asked through what accelerate wraps it in, which has no such attribute with several processes",
-        "S-18: trlX",
+        "trlX",
         "sft",
         ("two_processes",),
         patch="""
@@ -501,7 +501,7 @@ BUGS = (
     Bug(
         "unknown_settings_dropped",
         "a setting that is misspelt is dropped without a word",
-        "S-31: trlX",
+        "trlX",
         "rloo",
         ("errors_at_the_door",),
         patch="""
@@ -512,7 +512,7 @@ BUGS = (
     Bug(
         "batch_changed_in_place",
         "a batch is changed while it is read, so the second pass over it reads something else",
-        "S-32: trlX, of prompts",
+        "trlX, of prompts",
         "rloo",
         ("batch_is_frozen",),
         patch="""
@@ -524,7 +524,7 @@ BUGS = (
     Bug(
         "means_of_means",
         "the loss is averaged over each micro-batch, and these averages over their number",
-        "S-62: TRL, verl, SkyRL, prime-rl, slime",
+        "TRL, verl, SkyRL, prime-rl, slime",
         "sft",
         ("micro_batches",),
         loop="MeansOfMeans",
@@ -532,7 +532,7 @@ BUGS = (
     Bug(
         "micro_batches_summed",
         "gradients of micro-batches are added up and not divided",
-        "S-11: trlX",
+        "trlX",
         "sft",
         ("micro_batches",),
         loop="MicroBatchesSummed",
@@ -540,7 +540,7 @@ BUGS = (
     Bug(
         "means_of_ranks",
         "each process averages over its own rows, and these averages are averaged",
-        "S-62, S-38: TRL",
+        "TRL",
         "sft",
         ("two_processes",),
         loop="MeansOfRanks",
@@ -548,7 +548,7 @@ BUGS = (
     Bug(
         "gradients_not_exchanged",
         "the loss calls the model itself and not what wraps it, so processes do not exchange gradients",
-        "S-48: TRL",
+        "TRL",
         "sft",
         ("two_processes",),
         patch="""
@@ -559,7 +559,7 @@ BUGS = (
     Bug(
         "moments_of_one_process",
         "each process whitens advantages by the moments of its own rows",
-        "S-10, S-16: trlX, TRL",
+        "trlX, TRL",
         "ppo",
         ("two_processes",),
         patch="""
@@ -570,7 +570,7 @@ BUGS = (
     Bug(
         "one_seed_for_all",
         "processes sample with one seed, and so the same for equal prompts",
-        "S-55: TRL",
+        "TRL",
         "rloo",
         ("two_processes",),
         loop="OneSeedForAll",
@@ -618,7 +618,7 @@ BUGS = (
     Bug(
         "clipped_once",
         "gradients are clipped at the first step only",
-        "S-22: TRL",
+        "TRL",
         "sft",
         ("clipping",),
         loop="ClippedOnce",
@@ -626,7 +626,7 @@ BUGS = (
     Bug(
         "guard_that_steps",
         "the guard of the ratio sets the loss to zero, and the optimizer steps by momentum and decay",
-        "S-21: TRL",
+        "TRL",
         "ppo",
         ("skipped_steps",),
         loop="GuardThatSteps",
@@ -634,7 +634,7 @@ BUGS = (
     Bug(
         "schedule_first",
         "the schedule moves before the optimizer",
-        "S-54: async_rlhf",
+        "async_rlhf",
         "sft",
         ("schedule",),
         loop="ScheduleFirst",
@@ -642,7 +642,7 @@ BUGS = (
     Bug(
         "optimizer_forgotten",
         "a resumed run begins with empty moments",
-        "S-20: trlX, TRL",
+        "trlX, TRL",
         "sft",
         ("resume_every_step",),
         loop="OptimizerForgotten",
@@ -650,7 +650,7 @@ BUGS = (
     Bug(
         "position_forgotten",
         "a resumed run goes over its data from the start again",
-        "S-20: trlX, TRL",
+        "trlX, TRL",
         "sft",
         ("resume_every_step",),
         loop="PositionForgotten",
@@ -658,7 +658,7 @@ BUGS = (
     Bug(
         "cursor_forgotten",
         "a resumed run samples for the first prompts again",
-        "S-20: trlX, TRL",
+        "trlX, TRL",
         "rloo",
         ("resume_every_step",),
         loop="CursorForgotten",
@@ -666,7 +666,7 @@ BUGS = (
     Bug(
         "sampler_forgotten",
         "the state of what samples are drawn with is not saved",
-        "S-20, S-55: trlX, TRL",
+        "trlX, TRL",
         "rloo",
         ("resume_every_step",),
         loop="SamplerForgotten",
@@ -674,7 +674,7 @@ BUGS = (
     Bug(
         "schedule_forgotten",
         "a resumed run begins its schedule again",
-        "S-20: trlX, TRL",
+        "trlX, TRL",
         "sft",
         ("resume_every_step",),
         loop="ScheduleForgotten",
@@ -682,7 +682,7 @@ BUGS = (
     Bug(
         "exported_wrapper",
         "an export has the wrapper's names, and reloads as random weights",
-        "S-19: trlX",
+        "trlX",
         "ppo",
         ("export",),
         loop="ExportedWrapper",
@@ -698,7 +698,7 @@ BUGS = (
     Bug(
         "global_randomness",
         "training draws from the process's global generator",
-        "S-34: TRL",
+        "TRL",
         "sft",
         ("global_rng",),
         loop="GlobalRandomness",
@@ -706,7 +706,7 @@ BUGS = (
     Bug(
         "reference_in_train_mode",
         "the reference draws dropout",
-        "S-17: trlX, TRL",
+        "trlX, TRL",
         "rloo",
         ("first_update",),
         loop="ReferenceInTrainMode",
@@ -714,7 +714,7 @@ BUGS = (
     Bug(
         "reference_skips_a_block",
         "the reference is made of the upper blocks, fed with what the lower ones should have been fed with",
-        "S-05: trlX",
+        "trlX",
         "rloo",
         ("first_update",),
         loop="ReferenceSkipsABlock",
@@ -722,7 +722,7 @@ BUGS = (
     Bug(
         "reference_moves",
         "the reference shares embeddings that are trained",
-        "S-05, S-25: trlX, TRL",
+        "trlX, TRL",
         "rloo",
         ("reference_is_frozen",),
         loop="ReferenceMoves",
@@ -730,7 +730,7 @@ BUGS = (
     Bug(
         "adapter_stays_on",
         "the reference of a model with an adapter is that model with its adapter",
-        "S-26: TRL",
+        "TRL",
         "rloo",
         ("adapter",),
         loop="AdapterStaysOn",
@@ -738,7 +738,7 @@ BUGS = (
     Bug(
         "rows_changed",
         "prompts are changed by the first use of them",
-        "S-32: trlX",
+        "trlX",
         "rloo",
         ("batch_is_frozen",),
         loop="RowsChanged",
@@ -746,7 +746,7 @@ BUGS = (
     Bug(
         "stale_sampler",
         "samples are drawn from weights that the updates do not reach",
-        "S-53: async_rlhf",
+        "async_rlhf",
         "rloo",
         ("sampling_distribution",),
         loop="StaleSampler",
@@ -754,7 +754,7 @@ BUGS = (
     Bug(
         "freezes_nothing",
         "layers that should be frozen are trained",
-        "S-59: trlX",
+        "trlX",
         "sft",
         ("gradient_reaches",),
         patch="""
@@ -765,7 +765,7 @@ BUGS = (
     Bug(
         "half_precision_weights",
         "with mixed precision the weights themselves are cast",
-        "S-49: TRL",
+        "TRL",
         "sft",
         ("bf16_autocast",),
         patch="""
@@ -776,7 +776,7 @@ BUGS = (
     Bug(
         "k3_the_wrong_way",
         "k3 takes the reference's log-probabilities for the policy's, and estimates no KL",
-        "S-06: trlX",
+        "trlX",
         "grpo",
         ("reported_kl@kl",),
         patch="""
@@ -787,7 +787,7 @@ BUGS = (
     Bug(
         "sampled_with_dropout",
         "the model samples in training mode",
-        "S-17: trlX",
+        "trlX",
         "rloo",
         ("sampling_distribution",),
         loop="SampledWithDropout",

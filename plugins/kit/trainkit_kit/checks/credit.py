@@ -70,8 +70,7 @@ def credit_of_scores(bench: Bench) -> None:
     """Check that a higher score of a response gives its last token more credit, at any position in its group.
 
     Credit is how much the loss increases a token's log-probability. A score that is placed one token early or late, is
-    truncated to an integer, or is given to a row that is not trained leaves the last token's credit unchanged (S-02,
-    S-27, S-52, S-58, S-66).
+    truncated to an integer, or is given to a row that is not trained leaves the last token's credit unchanged.
     """
     sampled = _sampled(bench)
     texts = _texts(bench, sampled)
@@ -89,7 +88,7 @@ def credit_of_dense_rewards(bench: Bench) -> None:
     """Check that a score is the same as a reward of the last token, and a token's reward raises its credit.
 
     A reward function may return a list of numbers per response. An algorithm that does not expect this takes rewards of
-    tokens for scores of responses (S-15).
+    tokens for scores of responses.
     """
     sampled, usual = _sampled(bench), _fractions({})
     texts = _texts(bench, sampled)
@@ -199,7 +198,7 @@ def _require_rise(found: list[float], which: str, index: int, ids: Ids) -> None:
 def integer_scores(bench: Bench) -> None:
     """Check that scores given as integers, booleans or NumPy numbers make the same experience as floats.
 
-    Statistics computed in the type of the scores round advantages to integers (S-58).
+    Statistics computed in the type of the scores round advantages to integers.
     """
     for floats, others in (
         ([1.0, 2.0, 4.0, 0.0, 1.0, 3.0, 7.0, 2.0], (int, np.int64, np.float64)),
@@ -227,7 +226,7 @@ def kl_pulls_back(bench: Bench) -> None:
     """Check that with equal scores a step moves the policy back towards its reference, or no step is made.
 
     No metric of a short run reveals a penalty without gradient, an estimate whose gradient is 0 on average, or a wrong
-    sign (S-06).
+    sign.
     """
     trainer, sequences = _moved(bench, by=0.1)
     batch = trainer.store.experience
@@ -247,7 +246,7 @@ def reported_kl(bench: Bench) -> None:
 
     ``policy/kl_per_token`` is compared with the exact divergence over the vocabulary, ``policy/kl`` with that or its
     sum over a response, without and with an adapter. An estimate with the two policies exchanged has another mean, one
-    with a reference that keeps its adapter is 0, and controllers depend on it (S-06, S-26).
+    with a reference that keeps its adapter is 0, and controllers depend on it.
     """
     adapted: dict[str, Any] = {"model": tiny_gpt2(VOCABULARY, **SHARP), "model__peft_config": LORA}
     for changes in ({}, adapted):
@@ -319,7 +318,7 @@ def gradient_reaches(bench: Bench) -> None:
     """Check that in a short run every trained parameter gets a gradient, and frozen parameters do not change.
 
     A head that no loss uses, or a part of the model behind a detach, silently keeps its initial weights. Layers that
-    are frozen to save memory, and shared with the reference, must not change (S-25, S-59).
+    are frozen to save memory, and shared with the reference, must not change.
     """
     trainer = bench.trainer()
     missing = {name for name, p in trainer.unwrapped.named_parameters() if p.requires_grad}
@@ -368,7 +367,7 @@ def keeps_state(subject: Subject) -> bool:
 def kept_state_moves(bench: Bench) -> None:
     """Check that a run changes what an algorithm keeps besides trained weights, e.g. target networks or statistics.
 
-    With a target that is never synchronised an algorithm keeps learning from its initial state (S-14).
+    With a target that is never synchronised an algorithm keeps learning from its initial state.
     """
     trainer = bench.trainer()
     before = _kept(trainer)
@@ -397,7 +396,7 @@ def finite_at_extremes(bench: Bench) -> None:
     """Check that loss and gradient stay finite with equal or huge scores, one token, one response, a distant policy.
 
     A standard deviation of 0 or of one number, or an exponential of an advantage or a log-ratio, can give an infinity,
-    and a single one ends a run hours after it began (S-16, S-43).
+    and a single one ends a run hours after it began.
     """
     for what, trainer in _extremes(bench):
         batch = trainer.store.experience

@@ -114,8 +114,8 @@ def _gap(serving: Serving, query: list[int], ids: list[int], at: int, penalty: f
 def engine_logprobs(bench: Bench) -> None:
     """Check that log-probabilities, if given, are those of the returned ids, at the temperature, before truncation.
 
-    An importance ratio between two distributions is not 1 before the first update, and the difference is learnt
-    (S-08, F-02). An engine that cannot compute them returns None.
+    An importance ratio between two distributions is not 1 before the first update, and the difference is learnt. An
+    engine that cannot compute them returns None.
     """
     serving = bench.subject.serving
     cut: list[dict[str, Any]] = [

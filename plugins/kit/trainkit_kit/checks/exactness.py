@@ -44,9 +44,9 @@ SAME = 1e-5
 def micro_batches(bench: Bench) -> None:
     """Check that a step has the same gradient, however its rows are divided into micro-batches.
 
-    If the means of micro-batches are averaged, short rows and the last rows count more (S-62). If they are added, the
-    gradient of the loss, or of the critic alone, grows with the number of micro-batches (S-11). Losses that compare
-    every row with all other rows instead of its own counterpart (S-37) change, too.
+    If the means of micro-batches are averaged, short rows and the last rows count more. If they are added, the
+    gradient of the loss, or of the critic alone, grows with the number of micro-batches. Losses that compare
+    every row with all other rows instead of its own counterpart change, too.
     """
     whole = nudged(bench.collected())
     exact = gradient(whole, whole.store.experience)
@@ -61,7 +61,7 @@ def accumulation(bench: Bench) -> None:
     """Check that two unequal parts of a step, each weighted by its `weight`, together have the whole gradient.
 
     `weight` must count the units that `loss` averages over. What needs the whole step, e.g. a mean in the loss's
-    denominator, belongs in `prepare_step`. Otherwise accumulating gradients trains another loss (S-11, S-62).
+    denominator, belongs in `prepare_step`. Otherwise accumulating gradients trains another loss.
     """
     trainer = nudged(bench.collected())
     batch = trainer.store.experience
@@ -81,7 +81,7 @@ def weight_counts(bench: Bench) -> None:
     """Check that `weight` counts what `unit` names, adds up over rows, and is what the loop averages by.
 
     `weight` is the denominator of every mean over micro-batches and processes: if it counts rows and the loss averages
-    over tokens, short responses contribute too much to the gradient (S-62). `lengths` must count all tokens of a row;
+    over tokens, short responses contribute too much to the gradient. `lengths` must count all tokens of a row;
     otherwise micro-batches of a given number of tokens need more memory than planned.
     """
     trainer = bench.collected()
@@ -144,7 +144,7 @@ def _response_tokens(batch: Batch) -> int:
 def metric_totals(bench: Bench) -> None:
     """Check that each metric of the loss, merged from micro-batches of any size, is that of the whole batch.
 
-    In a mean of means a micro-batch of two tokens counts as much as one of a thousand (S-56). Metrics are totals and
+    In a mean of means a micro-batch of two tokens counts as much as one of a thousand. Metrics are totals and
     counts, `Mean.of(values, mask)`, and every micro-batch must have the same ones.
     """
     trainer = nudged(bench.collected())
@@ -164,9 +164,9 @@ def metric_totals(bench: Bench) -> None:
 def two_processes(bench: Bench) -> None:
     """Check that two processes train as one does: same gradient, metrics, samples and weights, to 1e-5 after six steps.
 
-    Gradients are exchanged only if `loss` calls `policy`, not a module inside it (S-48). Whitening by the moments of
-    one process's rows differs from whitening by those of all rows (S-10). A mean of the processes' means is another
-    mean (S-38, S-62). Processes that sample with the same seed sample the same responses twice (S-55). What depends on
+    Gradients are exchanged only if `loss` calls `policy`, not a module inside it. Whitening by the moments of
+    one process's rows differs from whitening by those of all rows. A mean of the processes' means is another
+    mean. Processes that sample with the same seed sample the same responses twice. What depends on
     the order of `gather`, or on a number of rows that is one process's, differs between one process and two. So do two
     processes that divide the model (`train.sharding: fsdp2`): a loss, or an experience, that reads weights by itself or
     does not call the model equally often on all processes fails there. Two processes that are resumed end with the same

@@ -95,7 +95,7 @@ def observing_is_free(bench: Bench) -> None:
 def export(bench: Bench) -> None:
     """Check that an export is the whole trained model: transformers gives equal logits, and training starts from it.
 
-    If keys are prefixed, missing or unexpected, random weights are used with only a warning, or heads are lost (S-19).
+    If keys are prefixed, missing or unexpected, random weights are used with only a warning, or heads are lost.
     """
     trainer = bench.learnt()
     path = trainer.save_pretrained(bench.place())

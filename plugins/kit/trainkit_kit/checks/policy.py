@@ -60,7 +60,7 @@ def first_update(bench: Bench) -> None:
     """Check that before the first update the divergence from the reference is 0 and the importance ratio is 1.
 
     Any difference between the sampling policy, the trained policy and the reference, e.g. in temperature, dropout or
-    number of layers, is otherwise learnt from as if the policy had changed (S-05, S-08, S-17). The check configures
+    number of layers, is otherwise learnt from as if the policy had changed. The check configures
     dropout and a temperature other than 1. The divergence from a reference that the settings name is not checked.
     """
     require_one_policy(bench, model=tiny_gpt2(VOCABULARY, **SHARP, **DROPOUT), rollout__temperature=0.7)
@@ -99,7 +99,7 @@ def sampling_distribution(bench: Bench) -> None:
     """Check that sampler, policy and reference have one distribution, with sampling temperature and logit mask.
 
     Importance ratios between two temperatures, or over tokens that cannot be sampled, are learnt from as if the policy
-    had changed (S-08, F-02). Truncation by top-k and top-p is not part of that distribution.
+    had changed. Truncation by top-k and top-p is not part of that distribution.
     """
     letters = torch.arange(VOCABULARY) < len(LETTERS)
     no_repeats = letters.unsqueeze(0) & ~torch.eye(VOCABULARY, dtype=torch.bool)
@@ -116,7 +116,7 @@ def sampling_distribution(bench: Bench) -> None:
         _require_one_distribution(
             trainer, mask, with_reference=bench.subject.needs_reference and not bench.subject.chooses_reference
         )
-        push_away(trainer.unwrapped.model, by=0.1)  # as updates do; the sampler must follow (S-53)
+        push_away(trainer.unwrapped.model, by=0.1)  # as updates do; the sampler must follow
         _require_one_distribution(trainer, mask, with_reference=False)
 
 
@@ -124,7 +124,7 @@ def _require_one_distribution(trainer: Any, mask: Tensor | None, *, with_referen
     rollouts = trainer.sample([{"prompt": prompt} for prompt in ("a", "bcd", "ef", "gh")])
     _require_allowed(rollouts.sequences, mask)
     under = "" if mask is None else f" under a logit mask {tuple(mask.shape)}"
-    trainer.unwrapped.eval()  # the mode that it should have sampled in (S-17)
+    trainer.unwrapped.eval()  # the mode that it should have sampled in
     with torch.no_grad():
         told = {"policy": trainer.policy(rollouts.sequences).logprobs}
         if with_reference:
@@ -148,7 +148,7 @@ def reference_is_frozen(bench: Bench) -> None:
     """Check that the reference gets no gradient, does not change in a run, and has no dropout.
 
     A reference in training mode gives different log-probabilities at each call, and a reference that shares trained
-    weights changes with the policy; the divergence is then meaningless (S-05, S-17, S-25).
+    weights changes with the policy; the divergence is then meaningless.
     """
     changes = {"model": tiny_gpt2(VOCABULARY, **DROPOUT), "model__disable_dropout": False}
     trainer = bench.collected(**changes)
@@ -200,7 +200,7 @@ def sampled_ids(bench: Bench) -> None:
     """Check that the ids that were sampled are the ids that are trained.
 
     Text that is tokenised again may give other ids, which the policy did not sample with the probability that is
-    reinforced (S-09).
+    reinforced.
     """
     tokenizer = merging_tokenizer()
     arguments = {"tokenizer": tokenizer, "prompts": ["a", "b", "ab", "bab"]}
@@ -218,7 +218,7 @@ def eos_is_trained(bench: Bench) -> None:
     """Check that the EOS of a response is trained like its other tokens, exactly once, also if padding has its id.
 
     A mask of the ids that are not padding excludes EOS if the tokenizer pads with EOS, as is common with GPT-2, and the
-    model never learns to stop (S-01, S-35).
+    model never learns to stop.
     """
     tokenizer = character_tokenizer(LETTERS, pad_token=EOS)
     trainer = bench.in_one_turn().collected(arguments={"tokenizer": tokenizer})
@@ -271,9 +271,9 @@ def trains_encoder_decoders(subject: Subject) -> bool:
 def encoder_decoder(bench: Bench) -> None:
     """Check that encoder-decoders are trained like causal models: exact means, one policy before the first update.
 
-    They read prompt and response separately, so positions counted from the prompt's end are off by its length (S-03,
-    S-23). A trainer that does not support them sets ``encoder_decoders = False``, and is not checked; neither is one
-    that needs an environment.
+    They read prompt and response separately, so positions counted from the prompt's end are off by its length. A
+    trainer that does not support them sets ``encoder_decoders = False``, and is not checked; neither is one that needs
+    an environment.
     """
     model = tiny_t5(VOCABULARY)
     trainer = bench.collected(model=model)
@@ -299,7 +299,7 @@ def adapter(bench: Bench) -> None:
     """Check that with an adapter only the adapter and the heads are trained, and resuming and exporting work.
 
     The reference is then the model without its adapter; if the adapter is not disabled, the policy is compared with
-    itself (S-26).
+    itself.
     """
     changes: dict[str, Any] = {"model__peft_config": LORA, "optimizer__lr": 1e-2}
     if has_a_first_ratio(bench.subject):

@@ -30,7 +30,7 @@ def resume_every_step(bench: Bench) -> None:
     """Check that a run resumed after any of its steps ends bit-equal to one that never stopped: weights, state, log.
 
     A restart that loses Adam's moments, a generator's state, an adaptive coefficient, or the position in the epoch or
-    in the schedule (S-20) changes the rest of the training, and nothing reports it.
+    in the schedule changes the rest of the training, and nothing reports it.
     """
     changes = {**into_next_collection(bench), **with_dropout(bench), "scheduler__name": "linear"}
     straight = bench.learnt(**changes, train__save_interval=1, train__keep_checkpoints=100)

@@ -43,9 +43,8 @@ def require_same_collection(one: Any, other: Any, what: str) -> None:
 def mask_law(bench: Bench) -> None:
     """Check that values at masked positions, even NaN, change neither experience nor loss, gradient or metrics.
 
-    A loss that multiplies by the mask turns a NaN or an infinity in padding into a NaN of the whole model (S-15). A
-    loss that ignores the mask learns from padding. Advantages that are whitened over padding differ between batches
-    (S-10).
+    A loss that multiplies by the mask turns a NaN or an infinity in padding into a NaN of the whole model. A
+    loss that ignores the mask learns from padding. Advantages that are whitened over padding differ between batches.
     """
     trainer = nudged(bench.collected())
     batch = trainer.store.experience
@@ -65,8 +64,8 @@ def mask_law(bench: Bench) -> None:
 def padding_amount(bench: Bench) -> None:
     """Check that the number of padding columns changes neither experience nor loss, gradient or metrics.
 
-    A mean over padded columns depends on the longest row in the batch (S-38, S-56), and so do statistics of a
-    collection that include padding (S-10).
+    A mean over padded columns depends on the longest row in the batch, and so do statistics of a
+    collection that include padding.
     """
     trainer = nudged(bench.collected())
     batch = trainer.store.experience
@@ -99,7 +98,7 @@ def batch_mates(bench: Bench) -> None:
     """Check that a row's experience does not depend on the other rows of its part, which can have any size.
 
     A collection is made in parts of `rollout.batch_size` rows, which is chosen by memory and may separate the responses
-    to one prompt. Statistics that are computed while a part is made change with its size (S-10); code that compares
+    to one prompt. Statistics that are computed while a part is made change with its size; code that compares
     rows belongs in `prepare_experience`.
     """
     whole = _in_parts_of(bench, 1_000)

@@ -236,7 +236,7 @@ def _values(trainer: Any) -> dict[str, set[str]]:
 def clipping(bench: Bench) -> None:
     """Check that the gradient is clipped to ``train.max_grad_norm`` at every step.
 
-    Clipping that works only in the first step or epoch misses the one large gradient that it is meant for (S-22).
+    Clipping that works only in the first step or epoch misses the one large gradient that it is meant for.
     """
     limit, used = 1e-4, list[float]()
     trainer = bench.trainer(**into_next_collection(bench), train__max_grad_norm=limit)
@@ -266,7 +266,7 @@ def skipped_steps(bench: Bench) -> None:
     """Check that a step that `judge` skips is counted, and changes neither weights nor optimizer nor trainer state.
 
     A guard that logs and then steps anyway has no effect. If only the gradient is set to zero, Adam's moments and
-    weight decay still change the weights (S-21).
+    weight decay still change the weights.
     """
     for verdict in (Verdict.SKIP, Verdict.STOP):
         _leave_out(bench, verdict)
@@ -306,7 +306,7 @@ def _leave_out(bench: Bench, verdict: Verdict) -> None:
 def schedule(bench: Bench) -> None:
     """Check that learning rates follow the schedule from its first value.
 
-    Stepping the schedule before the optimizer loses the peak rate and ends one step early (S-54).
+    Stepping the schedule before the optimizer loses the peak rate and ends one step early.
     """
     used: list[float] = []
     trainer = bench.trainer(scheduler__name="linear", optimizer__lr=1e-3, train__total_steps=4)

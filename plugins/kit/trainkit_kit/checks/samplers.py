@@ -48,8 +48,8 @@ def _ids(rollouts: Rollouts) -> list[list[int]]:
 def sampler_rollouts(bench: Bench) -> None:
     """Check that there is one response per prompt, in order, within max_new_tokens, with masks from lengths.
 
-    What is sampled is trained unchanged: a lost EOS is never learnt, and a mask from token ids takes an EOS for padding
-    (S-09, S-15).
+    What is sampled is trained unchanged: a lost EOS is never learnt, and a mask from token ids takes an EOS for
+    padding.
     """
     trainer = bench.trainer()
     eos, prompts = trainer.tokenizer.eos_token_id, list(PROMPTS) * 4
@@ -106,8 +106,7 @@ def sampler_stops(bench: Bench) -> None:
 def sampler_logprobs(bench: Bench) -> None:
     """Check that log-probabilities, if given, are the trained policy's at the sampling temperature, before top-k.
 
-    An importance ratio between two distributions is not 1 before the first update, and the difference is learnt
-    (S-08, F-02).
+    An importance ratio between two distributions is not 1 before the first update, and the difference is learnt.
     """
     trainer = _sampler(bench)
     cut: list[dict[str, Any]] = [{}, {"top_k": 3}]

@@ -190,7 +190,7 @@ def _passes(trainer: Any, counter: Counter, lengths: Lengths, example: Batch, gi
         step = counter.most(optimizer.step)
         state = sum(held(_tensors_in(optimizer)).values())
         experience = _without_gradient(trainer, counter, lengths, example, rows)
-        samples = trainer.online and not trainer.sampling.apart
+        samples = trainer.online and not trainer.sampling.samples_apart
         prefill, decoding, cache = _sampling(trainer, counter, lengths, device) if samples else (0, 0, 0)
     except TrainkitError:
         raise
