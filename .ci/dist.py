@@ -63,6 +63,8 @@ class Project:
     """The file that the version is written in."""
     dependencies: tuple[str, ...]
     """What it requires."""
+    plugins: bool = False
+    """Whether it provides plugins; some provide commands, or are libraries."""
 
     @property
     def stem(self) -> str:
@@ -87,7 +89,8 @@ def read_project(folder: Path) -> Project:
         if found is None:
             raise DistError(f'{file} has no line __version__ = "VERSION"; add it')
         version = found[1]
-    return Project(folder, project["name"], package, version, file, tuple(project.get("dependencies", ())))
+    plugins = bool(project.get("entry-points", {}).keys() - {"trainkit.commands"})
+    return Project(folder, project["name"], package, version, file, tuple(project.get("dependencies", ())), plugins)
 
 
 def read_projects(root: Path) -> list[Project]:
@@ -246,8 +249,9 @@ def check_installed(programs: Path, projects: Sequence[Project], outside: Path) 
     found = json.loads(run(programs / "trainkit", "plugins", "list", "--probe", "--json", cwd=outside))
     if unusable := [f"{plugin['name']}: {plugin['why']}" for plugin in found if plugin["why"]]:
         raise DistError(f"installed from wheels, these plugins cannot be used: {'; '.join(unusable)}")
-    with_plugins = {project.name for project in projects[1:]} - {"trainkit-kit"}
-    if absent := with_plugins - {plugin["distribution"] for plugin in found}:
+    if absent := {project.name for project in projects if project.plugins} - {
+        plugin["distribution"] for plugin in found
+    }:
         raise DistError(f"installed from wheels, these distributions provide no plugin: {', '.join(sorted(absent))}")
     say(f"{len(found)} plugins are installed: {', '.join(plugin['name'] for plugin in found)}")
 
