@@ -300,7 +300,7 @@ def test_the_card_of_an_export_says_how_diffusers_loads_it(saved: str, tmp_path:
 
     directory = latent_trainer(saved, tmp_path / "run", model__peft_config=LORA).save_pretrained()
     card = (directory / "README.md").read_text(encoding="utf-8")
-    assert card.startswith("---\npipeline_tag: text-to-image\nlibrary_name: diffusers\n")
+    assert card.startswith("---\nlibrary_name: diffusers\npipeline_tag: text-to-image\n")
     found: dict[str, Any] = {"directory": directory}
     exec(card.partition("```python\n")[2].partition("```")[0], found)
     assert isinstance(found["pipeline"], StableDiffusionPipeline)
