@@ -60,7 +60,7 @@ BUGS = (
         ("encoder_decoder",),
         patch="""
          mask = batch.sequences.response_mask
-+        if self.apart:
++        if self.text.is_encoder_decoder:
 +            mask = mask & (mask.cumsum(1) > 1)
 """,
     ),
