@@ -244,7 +244,7 @@ def test_plugins_list_says_what_exit_codes_mean() -> None:
 def test_plugins_check_tells_of_each_check_how_it_ended_and_what_it_proves() -> None:
     result = call("plugins", "check", "sft", "--only", "schedule", "--only", "docstrings")
     assert result.exit_code == 0, result.output
-    first, second, _, summary = result.stdout.splitlines()
+    second, first, _, summary = result.stdout.splitlines()
     assert re.fullmatch(r"✓ docstrings +\d+\.\d s  Check that the plugin's docstrings say what it computes, .*", first)
     assert re.fullmatch(
         r"✓ schedule +\d+\.\d s  Check that learning rates follow the schedule from its first value\.", second
