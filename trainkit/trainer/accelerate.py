@@ -178,7 +178,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
             self.recorder,
             self.progress,
             environment=self.environment,
-            logit_mask=self.logit_mask,
+            logit_mask=lambda: self.logit_mask,
             steer=self.steer if self._steers else None,
             make_sampler=lambda: self.hooks.hook.make_sampler(trainer=self),
         )

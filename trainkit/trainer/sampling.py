@@ -55,7 +55,7 @@ class Sampling:
         recorder: knows the collection that a thread samples ahead of its turn.
         progress: the version of the weights.
         environment: makes the environment of an episode; None: responses are sampled.
-        logit_mask: bool [V] or [V, V], True = allowed.
+        logit_mask: returns the mask, bool [V] or [V, V], True = allowed; None: all tokens are.
         steer: changes the logits that are sampled from; None: nothing does.
         make_sampler: returns the sampler of a plugin's hook; None: there is none.
 
@@ -73,13 +73,13 @@ class Sampling:
         progress: Progress,
         *,
         environment: EnvironmentMaker | None,
-        logit_mask: Tensor | None,
+        logit_mask: Callable[[], Tensor | None],
         steer: Callable[[Tensor, Tensor, SamplingConfig], Tensor] | None,
         make_sampler: Callable[[], Any],
     ) -> None:
         self.config, self.text, self.models, self.parallel = config, text, models, parallel
         self.recorder, self.progress, self.environment = recorder, progress, environment
-        self.logit_mask, self.steer, self._make_sampler = logit_mask, steer, make_sampler
+        self._logit_mask, self.steer, self._make_sampler = logit_mask, steer, make_sampler
         self.ahead: AsyncCollector | None = None
         """The collections that are sampled ahead of their turn; None: none are."""
         self._check_engine()
@@ -146,7 +146,7 @@ class Sampling:
             limit=self.text.limit,
             mixed_precision=self.parallel.accelerator.mixed_precision,
             options={
-                "logit_mask": self.logit_mask,
+                "logit_mask": self._logit_mask(),
                 "skip_special_tokens": self.config.rollout.skip_special_tokens,
                 "head_alone": getattr(self.models.unwrapped, "head_alone", False),
                 "hidden": getattr(self.models.unwrapped, "value_head", None) is not None
@@ -170,7 +170,7 @@ class Sampling:
         name, needed, engine = name_of(entry), dict[Ability, str](), self.engine_class
         if self.text.is_encoder_decoder:
             needed["encoder_decoder"] = f"generate with a model of type {self.text.model_config.model_type!r}"
-        if self.logit_mask is not None:
+        if self._logit_mask() is not None:
             needed["logit_mask"] = "obey the run's logit_mask"
         if self.steer is not None:
             needed["steer"] = f"sample from logits that {self.config.method.name!r} changes (steer)"

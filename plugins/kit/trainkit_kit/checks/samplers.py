@@ -173,7 +173,7 @@ def sampler_mask(bench: Bench) -> None:
     trainer = bench.trainer(**MOVED)
     allowed = torch.ones(len(trainer.tokenizer), dtype=torch.bool)
     allowed[:4] = False
-    trainer.logit_mask = trainer.sampling.logit_mask = allowed
+    trainer.logit_mask = allowed
     drawn = {token for ids in _ids(_draw(trainer, list(PROMPTS) * 4)) for token in ids}
     require(not drawn & {0, 1, 2, 3}, f"the tokens {sorted(drawn & {0, 1, 2, 3})} are sampled, which the mask forbids")
 
