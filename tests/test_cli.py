@@ -26,6 +26,7 @@ from trainkit.cli import examples as commands
 from trainkit.errors import ConfigError
 from trainkit.plugins import discovery as plugins
 from trainkit.plugins import load_file, load_function
+from trainkit.plugins.discovery import how_to_install
 
 TASK = """
 from trainkit.testing import character_tokenizer
@@ -289,7 +290,7 @@ def test_plugins_check_refuses_what_does_not_exist() -> None:
 
 def test_plugins_check_without_the_kit_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trainkit_kit", None)
-    assert "install it: pip install trainkit-kit" in fails("plugins", "check", "sft")
+    assert f"install it: {how_to_install('trainkit-kit')}" in fails("plugins", "check", "sft")
 
 
 def test_a_console_without_ticks_gets_signs(monkeypatch: pytest.MonkeyPatch) -> None:

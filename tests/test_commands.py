@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 
 from test_floors import WINGS
 from trainkit.cli import app
-from trainkit.plugins import commands
+from trainkit.plugins import commands, discovery
 from trainkit.plugins.commands import OWN
+from trainkit.plugins.discovery import how_to_install
 
 GROUP = "trainkit.commands"
 FUNCTION = """
@@ -176,6 +177,16 @@ def test_an_unknown_command_has_suggestions(install: Callable[..., Path], given:
 # ------------------------------------------------------------------------------------------- trainkit's own commands
 
 
+def test_what_installs_a_distribution_is_in_the_checkout_with_what_it_requires(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugins = Path(__file__).parents[1] / "plugins"
+    assert how_to_install("trainkit-sweep") == f"pip install -e {plugins / 'report'} -e {plugins / 'sweep'}"
+    assert how_to_install("trainkit-early-stop") == f"pip install -e {plugins / 'early_stop'}"
+    monkeypatch.setattr(discovery, "CHECKOUT", tmp_path)  # as where trainkit is installed from a wheel
+    assert how_to_install("trainkit-sweep") == "pip install trainkit-sweep"
+
+
 @pytest.mark.parametrize("name", [*OWN])
 def test_a_command_of_trainkit_that_is_not_installed_says_what_to_install(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -184,7 +195,7 @@ def test_a_command_of_trainkit_that_is_not_installed_says_what_to_install(
     result = call(name, "a")
     home = OWN[name][0]
     assert result.exit_code == 2
-    assert f"Error: '{name}' is in {home}, which is not installed: pip install {home}" in said(result)
+    assert f"Error: '{name}' is in {home}, which is not installed: {how_to_install(home)}" in said(result)
     assert f"Did you mean '{name}'" in said(call(f"{name}x"))
 
 
@@ -203,7 +214,8 @@ def test_a_strangers_command_with_the_name_of_one_that_is_not_installed_is_refus
     monkeypatch.setattr(commands, "distributions", lambda: alone)
     result = call("migrate", "a")
     assert result.exit_code == 1
-    assert "is in trainkit-migrate, which is not installed: pip install trainkit-migrate; fake-own 1.0" in said(result)
+    how = how_to_install("trainkit-migrate")
+    assert f"is in trainkit-migrate, which is not installed: {how}; fake-own 1.0" in said(result)
 
 
 def test_the_list_says_of_trainkits_commands_what_their_help_begins_with() -> None:

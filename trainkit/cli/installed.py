@@ -13,6 +13,7 @@ from typer.main import get_command
 from trainkit.cli.console import ExplainedErrors
 from trainkit.errors import PluginError, RegistryError, TrainkitError, describe
 from trainkit.plugins.commands import OWN, Command, installed_commands
+from trainkit.plugins.discovery import how_to_install
 from trainkit.plugins.guard import said
 
 COMPLETION = ("install_completion", "show_completion")
@@ -131,4 +132,4 @@ def _made(command: Command) -> Any:
 
 
 def _missing(name: str) -> str:
-    return f"{name!r} is in {OWN[name][0]}, which is not installed: pip install {OWN[name][0]}"
+    return f"{name!r} is in {OWN[name][0]}, which is not installed: {how_to_install(OWN[name][0])}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,7 @@ import typer
 from trainkit.cli.console import StrictPlugins, complete_method, lines, mark
 from trainkit.errors import ConfigError, PluginError, printable
 from trainkit.plugins import PluginInfo
+from trainkit.plugins.discovery import how_to_install
 from trainkit.plugins.templates import Kind
 
 if TYPE_CHECKING:
@@ -31,12 +33,13 @@ def new_plugin(
 
     names, files = templates.new_plugin(name, kind, out)
     folder = str(out or names.distribution)
-    commands = (
-        ["pip", "install", "-e", f"{folder}[dev]"],
-        ["trainkit", "plugins", "check", names.plugin],
-        ["python", f"{folder}/example.py"],
-    )
-    typer.echo("\n".join([*map(str, files), "", "next:", *(f"  {shlex.join(command)}" for command in commands)]))
+    commands = [
+        *([] if find_spec("trainkit_kit") else [how_to_install("trainkit-kit")]),
+        shlex.join(["pip", "install", "-e", f"{folder}[dev]"]),
+        shlex.join(["trainkit", "plugins", "check", names.plugin]),
+        shlex.join(["python", f"{folder}/example.py"]),
+    ]
+    typer.echo("\n".join([*map(str, files), "", "next:", *(f"  {command}" for command in commands)]))
 
 
 EXIT_OF_LIST = (
@@ -124,7 +127,8 @@ def check_plugin(
     except ModuleNotFoundError as error:
         if error.name != "trainkit_kit":
             raise
-        raise PluginError("the checks are a distribution of their own; install it: pip install trainkit-kit") from None
+        how = how_to_install("trainkit-kit")
+        raise PluginError(f"the checks are a distribution of their own; install it: {how}") from None
 
     checks = [each for subject in subjects_of(name) for each in checks_for(subject)]
     width = max(len(each.name) for each in checks)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -48,6 +50,8 @@ OLD_GROUP = "trainkit"
 """The group of all kinds before each had its own."""
 CORE = "trainkit-rl"
 """The distribution of trainkit itself."""
+CHECKOUT = Path(__file__).parents[2]
+"""The directory of the sources, if trainkit is imported from a checkout."""
 BUILT_IN = {
     "best_of_k": "trainkit-dpo",
     "cpo": "trainkit-orpo",
@@ -158,7 +162,7 @@ def _absence(
     names = sorted({*registered, *(plugin.name for plugin in installed if not plugin.why)})
     own, near = BUILT_IN.get(name.lower()), suggest(CLASS_NAME.sub("", name.lower()), names)
     groups = " or ".join(repr(GROUPS[kind]) for kind in kinds or GROUPS)
-    way = f"It is in {own}: pip install {own}" if own else f"A plugin needs an entry point in the group {groups}"
+    way = f"It is in {own}: {how_to_install(own)}" if own else f"A plugin needs an entry point in the group {groups}"
     return RegistryError(
         f"no plugin {name!r} is installed{near}; available: {', '.join(names) or 'none'}. {way}{of_old_group()}"
     )
@@ -354,6 +358,25 @@ def _unfit(dist: Distribution) -> str:
         if not each.specifier.contains(__version__, prereleases=True):
             return f"it requires trainkit {each.specifier}, and this is trainkit {__version__}; install another version"
     return ""
+
+
+def how_to_install(distribution: str) -> str:
+    """Return the command that installs a distribution of trainkit: from the checkout that is in use, or an index."""
+    folders = _in_checkout(distribution)
+    return shlex.join(["pip", "install", *([part for folder in folders for part in ("-e", folder)] or [distribution])])
+
+
+def _in_checkout(distribution: str) -> list[str]:
+    """Return the folder of a distribution, after those of what it requires; none if trainkit is no checkout."""
+    folder = CHECKOUT / "plugins" / distribution.removeprefix("trainkit-").replace("-", "_")
+    if not (folder / "pyproject.toml").is_file():
+        return []
+    import tomllib  # only for a message
+
+    project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = [re.split(r"[^\w-]", line)[0] for line in project.get("dependencies", ())]
+    needed = [part for name in names if name.startswith("trainkit-") for part in _in_checkout(name)]
+    return [*dict.fromkeys([*needed, str(folder)])]
 
 
 def canonical(distribution: str) -> str:

@@ -35,7 +35,7 @@ class Models:
     Args:
         config: the run's configuration.
         parallel: the processes, and how they divide the policy.
-        live: a model object of the user, which is trained in place; None: the one that the configuration names.
+        live: returns a model object of the user, which is trained in place; None: the configuration names the model.
         row_limit: the most rows of a micro-batch, for the passes of the policy; None: no limit.
         optimizer: the user's optimizer, or a function that makes it; None: that of the configuration.
         scheduler: the same of the schedule.
@@ -52,7 +52,7 @@ class Models:
         config: TRLConfig[Any],
         parallel: Parallel,
         *,
-        live: Any,
+        live: Callable[[], Any],
         row_limit: RowLimit | None,
         optimizer: torch.optim.Optimizer | optim.MakeOptimizer | None,
         scheduler: LRScheduler | optim.MakeScheduler | None,
@@ -63,7 +63,7 @@ class Models:
         copied: Callable[[], bool],
         total_steps: Callable[[], int],
     ) -> None:
-        self.config, self.parallel, self.live = config, parallel, live
+        self.config, self.parallel, self._live = config, parallel, live
         self.row_limit, self._total_steps = row_limit, total_steps
         self._given_optimizer, self._given_scheduler = optimizer, scheduler
         self._make_policy, self._finish, self._make_reference = make_policy, finish, make_reference
@@ -95,19 +95,18 @@ class Models:
         """Load and prepare all models and make the optimizer, on all processes together; later calls do nothing."""
         if self.built:
             return
-        once = self.parallel.sharding.keeps_sharded and not self._copied()  # no other process needs the weights whole
+        divided = self.parallel.sharding.keeps_sharded
+        once = divided and not self._copied()  # no other process needs the weights whole
         with loaded_by_one(self.parallel.is_main) if once else nullcontext():
             policy = self.unwrapped
-            if (
-                not self.parallel.sharding.keeps_sharded
-            ):  # otherwise each block is moved and made equal when it is divided
+            if not divided:  # otherwise each block is moved and made equal when it is divided
                 policy = policy.to(self.parallel.device)
                 self.parallel.make_equal(policy)  # as DDP will do, but before the reference is made
             with self.as_trained():
                 reference = self._make_reference(policy)  # before the weights can move
             for frozen in self.frozen:
                 frozen.policy  # noqa: B018  (loads it)
-        if self.parallel.sharding.keeps_sharded:
+        if divided:
             self._before_dividing(reference)
         self._warn_of_low_precision(policy)
         scaled = self.parallel.accelerator.scaler is not None
@@ -131,7 +130,8 @@ class Models:
 
         They are run in float32, which shows smaller differences, unless their attention may need less.
         """
-        own = getattr(bare(self.live), "config", None) if self.live is not None else None
+        live = self._live()
+        own = getattr(bare(live), "config", None) if live is not None else None
         attention = getattr(own, "_attn_implementation", None) or self.config.model.kwargs.get("attn_implementation")
         exact = attention in (None, "eager", "sdpa", "flex_attention")
         whole = not self.parallel.sharding.keeps_sharded or self.built

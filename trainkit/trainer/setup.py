@@ -131,7 +131,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
         self.models = Models(
             config,
             self.parallel,
-            live=model,
+            live=lambda: self.live_model,
             row_limit=self.row_limit,
             optimizer=optimizer,
             scheduler=scheduler,
