@@ -160,16 +160,19 @@ $(ENGINES)/made: pyproject.toml constraints.txt .ci/engines.py $(addsuffix /pypr
 	$(ENGINES)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
 	touch $@
 
+# without an environment to build each distribution in, which takes longer than to build it
+EDITABLE = $(BIN)/python -m pip install --no-compile $(PINS) hatchling editables && \
+    $(BIN)/python -m pip install --no-compile --no-build-isolation $(PINS)
 # made again whenever a dependency, or trainkit's version, could have changed
 PROJECTS := pyproject.toml constraints.txt trainkit/__init__.py $(addsuffix /pyproject.toml,$(PLUGINS))
 $(VENV)/made-demo: $(PROJECTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --no-compile $(PINS) -e . -e plugins/sft -e plugins/ppo -e plugins/report networkx
+	$(EDITABLE) -e . -e plugins/sft -e plugins/ppo -e plugins/report networkx
 	touch $@
 
 $(VENV)/made: $(PROJECTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --no-compile $(PINS) -e '.[dev]' $(addprefix -e ,$(PLUGINS))
+	$(EDITABLE) -e '.[dev]' $(addprefix -e ,$(PLUGINS))
 	$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true  # as pip would, but on all cores
 	touch $@
 
