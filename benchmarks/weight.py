@@ -23,7 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 CORE = ROOT / "trainkit"
-GENERATED = ("config.md", "errors.md")
+GENERATED = ("errors.md",)
 """Pages of which a program writes a part."""
 
 

@@ -1,4 +1,4 @@
-"""Writes the figures of docs/performance.md from benchmarks/speed.json and gpu.jsonl (``make speed``, ``make gpu``).
+"""Writes the figures of docs/distributed.md from benchmarks/speed.json and gpu.jsonl (``make speed``, ``make gpu``).
 
 They are between two comments of the page, ``<!-- table: measured -->`` and ``<!-- end of table -->``. The charts of
 growth are beside the page.
@@ -31,7 +31,7 @@ from figures import (  # noqa: E402
     verdicts,
 )
 
-PAGE, FIGURES = DOCS / "performance.md", DOCS.parent / "benchmarks" / "speed.json"
+PAGE, FIGURES = DOCS / "distributed.md", DOCS.parent / "benchmarks" / "speed.json"
 GPU = FIGURES.with_name("gpu.jsonl")
 TABLE = re.compile(r"(<!-- table: measured -->\n).*?(<!-- end of table -->)", flags=re.DOTALL)
 DEVICES = {"cpu": "On a CPU", "cuda": "On a CUDA device"}

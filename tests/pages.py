@@ -120,11 +120,7 @@ SMALL_IMAGES = (
 )
 STANDS_FOR = [
     (r"--prompts FILE", "--prompts prompts.jsonl"),
-    (r"--samples FILE", "--samples samples.jsonl"),
-    (r"--eval-(prompts|samples) FILE", r"--eval-\1 \1.jsonl"),
-    (r"(trainkit train CONFIG\.yaml train\.seed=2)", r"\1 train.run_dir=runs/first"),
     (r"runs/(second|x|y)\b", "runs/first"),
-    (r' --system "[^"]*"', ""),  # the tokenizer of the tests has no chat template
     (r"answers\.jsonl --config run\.yaml --row 12", "prompts.jsonl --config CONFIG.yaml --row 1"),
     (r"answers\.jsonl --method dpo --model org/name", "pairs.jsonl --method dpo tokenizer.tokenizer_path=letters"),
     (r"answers\.jsonl --model org/name", "samples.jsonl tokenizer.tokenizer_path=letters"),
@@ -132,14 +128,11 @@ STANDS_FOR = [
     (r"--prompts test\.jsonl", "--prompts prompts.jsonl"),
     (r"rewards\.py:(score|measure)", r"FILE.py:\1"),
     (r"--task task\.py:task", "--task FILE.py:function"),
-    (r"--data FILE", "--data prompts.jsonl"),
-    (r"--out FILE", "--out written.jsonl"),
     (r"plugins check (my_algo|NAME)(?! --)", "plugins check sft --only resume_every_step"),
     (r"plugins check NAME", "plugins check sft"),
     (r"PLUGINS=NAME,NAME", "PLUGINS=early_stop,ray"),
     (r"--no-plugin NAME", "--no-plugin early_stop"),
     (r"(examples run \w+.*)", r"\1 --steps 2 --sft-epochs 1"),
-    (r"trainkit --install-completion", "HOME=$PWD bash -c 'trainkit --install-completion; :'"),
     (r"(trainkit train examples/randomwalks/\w+\.yaml)", r"\1 train.epochs=null train.total_steps=2"),
     (r"(trainkit train lora\.yaml)", r"\1 " + SMALL),
     (r"(trainkit train ddpo\.yaml)", r"\1 " + SMALL_IMAGES),

@@ -22,11 +22,11 @@ from trainkit.data import PLAIN_TEMPLATE
 from trainkit.errors import DataError
 from trainkit.testing import character_tokenizer, tiny_gpt2
 
-PAGE = Path(__file__).parents[1] / "docs" / "datasets.md"
+PAGE = Path(__file__).parents[1] / "docs" / "data.md"
 
 
 def formats() -> dict[str, list[dict[str, Any]]]:
-    """The rows of the first example of the page about datasets, by format."""
+    """The rows of the first example of the page about data, by format."""
     names: dict[str, Any] = {}
     exec(re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[0], names)
     return dict(names["rows"])

@@ -57,9 +57,8 @@ RUN_ALONE = {"README.md", "docs/getting-started.md", "docs/plugins.md", "docs/tu
 LAUNCHING = (
     "docs/conformance.md",
     "docs/distributed.md",
-    "docs/getting-started.md",
     "docs/plugins.md",
-    "docs/sweeps.md",
+    "docs/runs.md",
     "examples/README.md",
 )
 """Pages with commands of `LAUNCH`."""
@@ -118,8 +117,7 @@ def test_the_page_to_begin_with_runs_and_its_models_learn_what_it_says(execute: 
     assert found.tuned.generate(["a", "b", "c", "d"], temperature=0).outputs == ["bcd", "cde", "def", "efg"]
     assert found.player.progress.step == 3 * 4 * 2  # collections, PPO epochs, batches of 12 in 24
     assert (Path("played") / "model.safetensors").is_file()
-    assert type(found.reinforced) is found.ReinforceTrainer is trainkit.get_trainer("reinforce")
-    assert found.reinforced.evaluate()["eval/reward"] > 6
+    assert found.trainer.progress.step == 40
 
 
 @pytest.mark.slow
@@ -171,10 +169,9 @@ UNSAID = "the page around the code says what its docstrings would"
 @pytest.mark.parametrize(
     ("document", "expected_failures"),
     [
-        (STARTED, {"docstrings": UNSAID, "config_round_trip": UNSAID}),
         (ROOT / "docs/plugins.md", {"docstrings": UNSAID}),
     ],
-    ids=["docs/getting-started.md", "docs/plugins.md"],
+    ids=["docs/plugins.md"],
 )
 def test_plugin_examples_work_as_distributions_and_conform(
     document: Path,

@@ -74,7 +74,7 @@ def train(
             first; the list may be shorter than the response. ``samples``, ``prompts`` and ``outputs`` are lists of
             text; ``columns`` are the other keys of the prompts, each as a list.
         dataset: ``(samples, rewards)``. Deprecated: pass ``samples`` and ``rewards``.
-        samples: text, ``(prompt, output)`` turns, lists of messages, or dicts of a dataset format (docs/datasets.md):
+        samples: text, ``(prompt, output)`` turns, lists of messages, or dicts of a dataset format (docs/data.md):
             ``text``, ``messages``, ``prompt`` and ``completion`` or ``output``; pairs are dicts with ``prompt``,
             ``chosen`` and ``rejected``. A list, a `datasets.Dataset` or any finite iterator. An iterable that has no
             length and can be iterated over repeatedly, such as a `datasets.IterableDataset`, is a stream: it is read

@@ -215,7 +215,7 @@ def test_c4_forms_of_rewards(tmp_path: Path, figure: Callable[[str], None]) -> N
     for value, _ in REFUSED.values():
         with pytest.raises(RewardError, match=r"(?s)judge \(test_rewards\).*return one finite number per sample"):
             scored(copy.deepcopy(value) if isinstance(value, list) else value)
-    documented = (ROOT / "docs" / "reward-functions.md").read_text()
+    documented = (ROOT / "docs/guides/reinforcement-learning.md").read_text()
     for word in ("list, tuple, NumPy array or tensor `[B]`", "1-D array or 1-D tensor per sample", "booleans"):
         assert word in documented
     count = len(FORMS) + len(ACCEPTED) + len(DENSE) + len(REFUSED)
@@ -358,7 +358,7 @@ PROMPTS: dict[str, tuple[Any, str]] = {
     "a line break": ("\n", ""),
     "NUL": ("a\0b", ""),
 }
-"""What is refused, with the error; what is kept, as the tokens that it has (docs/datasets.md)."""
+"""What is refused, with the error; what is kept, as the tokens that it has (docs/data.md)."""
 
 
 def test_c8_odd_prompts(tmp_path: Path, figure: Callable[[str], None], full: bool) -> None:
