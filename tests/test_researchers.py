@@ -13,13 +13,9 @@ from researchers import (
     dapo,
     distillation,
     dr_grpo,
-    ema_baseline,
-    grpo,
-    gspo,
     guess,
     kept_games,
     kto,
-    length_penalised,
     remax,
 )
 from tables import table
@@ -30,10 +26,6 @@ from trainkit.testing.trainers import SAMPLES, tiny_trainer
 from trainkit_kit import check_plugin
 
 ALGORITHMS: dict[str, Any] = {
-    "_test_grpo": grpo.GroupTrainer,
-    "_test_gspo": gspo.GSPOTrainer,
-    "_test_ema_baseline": ema_baseline.EMATrainer,
-    "_test_length_penalised": length_penalised.LengthTrainer,
     "_test_dr_grpo": dr_grpo.DrGRPOTrainer,
     "_test_remax": remax.ReMaxTrainer,
     "_test_kto": kto.KTOTrainer,
