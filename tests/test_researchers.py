@@ -60,18 +60,6 @@ def test_the_game_is_learnt(tmp_path: Path) -> None:
     assert won[1] > won[0] + 0.2, won
 
 
-@pytest.mark.slow
-def test_the_student_comes_closer_to_its_teacher(tmp_path: Path) -> None:
-    trainer = tiny_trainer("_test_distillation", tmp_path, optimizer__lr=1e-2, train__total_steps=40)
-    batch, found = trainer.sample(trainer.pipeline.take(0, 8)).sequences, []
-    for stage in range(2):
-        with torch.no_grad():
-            found.append(float(trainer.loss(batch)[0]))
-        if not stage:
-            trainer.learn()
-    assert found[1] < 0.7 * found[0], found
-
-
 def test_a_required_setting_without_a_value_for_tests_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distillation, "KIT", Declaration())
     said = (
