@@ -207,11 +207,12 @@ class TokenSampler:
         """
         while True:
             most = len(queries) if self.most is None or watch is not None else self.most
+            parts: list[Generated] = []
             try:
-                parts = [slice(at, at + most) for at in range(0, len(queries), most)]
-                return Generated.cat(
-                    [self._generate(queries[part], settings, seeds[part], version, watch) for part in parts]
-                )
+                for start in range(0, len(queries), most):
+                    part = slice(start, start + most)
+                    parts.append(self._generate(queries[part], settings, seeds[part], version, watch))
+                return Generated.cat(parts)
             except (RuntimeError, MemoryError) as error:
                 if not out_of_memory(error) or watch is not None:
                     raise
