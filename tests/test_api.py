@@ -22,7 +22,7 @@ from trainkit.errors import (
     TrainkitError,
 )
 from trainkit.plugins import get_trainer
-from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_llama
+from trainkit.testing import character_tokenizer, tiny_gpt2
 
 TOKENIZER = character_tokenizer("abcdefgh")
 MODEL = tiny_gpt2(len(TOKENIZER))
@@ -271,36 +271,6 @@ def test_config_may_be_a_yaml_file_and_a_section_an_object(config: Any, tmp_path
     assert trainer.method.gamma == 0.8
 
 
-def test_generate_takes_what_a_tokenizer_returns(config: Any) -> None:
-    trainer = trainkit.train(tiny_llama(len(TOKENIZER)), samples=["abc"], config=config, tokenizer=TOKENIZER)
-    batch = TOKENIZER(["a", "bcd"], return_tensors="pt", padding=True)
-    rollouts = trainer.generate(**batch, temperature=0)
-    assert rollouts.outputs == trainer.generate(["a", "bcd"], temperature=0).outputs
-    assert rollouts.prompts == ["a", "bcd"]
-
-
-def test_callbacks_are_hooks(config: Any) -> None:
-    class Watch:
-        steps: list[int] = []  # noqa: RUF012
-
-        @trainkit.hookimpl
-        def on_step(self, step: int) -> None:
-            self.steps.append(step)
-
-    watch = Watch()
-    trainkit.train(MODEL, samples=["abc"], config=config, tokenizer=TOKENIZER, callbacks=[watch])
-    assert watch.steps == [1, 2]
-
-
-def test_logit_mask_holds_in_sampling_and_in_training(config: Any) -> None:
-    allowed = torch.ones(len(TOKENIZER), dtype=torch.bool)
-    allowed[:4] = False
-    trainer = trainkit.train(MODEL, reward, prompts=PROMPTS, config=config, tokenizer=TOKENIZER, logit_mask=allowed)
-    rollouts = trainer.generate(["a"] * 40)
-    assert not set("abcd") & set("".join(rollouts.outputs))
-    torch.testing.assert_close(rollouts.logprobs, trainer.behaviour(rollouts).logprobs, rtol=0, atol=1e-5)
-
-
 # ------------------------------------------------------------------------------------------------- bad input
 
 BAD: dict[str, tuple[dict[str, Any], type[TrainkitError], str]] = {
@@ -448,15 +418,6 @@ def test_an_offline_algorithm_says_that_it_does_not_step(config: Any) -> None:
         trainer.step(["a"], [torch.tensor([1])], [1.0])
     with pytest.raises(DataError, match="samples"):
         trainer.learn()
-
-
-def test_evaluations_measure_held_out_samples(config: dict[str, Any]) -> None:
-    samples = [("a", "bc"), ("b", "cd"), ("c", "de")]
-    trainer = trainkit.train(MODEL, samples=samples, eval_samples=samples[:2], tokenizer=TOKENIZER, config=config)
-    found = trainer.evaluate()
-    batch = trainer.make_experience(trainer.eval_samples)
-    logprobs = trainer.unwrapped(batch).logprobs.detach()
-    assert found["eval/loss/total"] == pytest.approx(-float(logprobs.sum() / batch.response_mask.sum()), rel=1e-5)
 
 
 def test_held_out_samples_of_an_online_algorithm_are_refused(config: dict[str, Any]) -> None:

@@ -609,24 +609,73 @@ def test_an_example_that_lacks_a_package_says_what_to_install(tmp_path: Path, mo
     assert "pip install 'trainkit-rl[examples]'" in message
 
 
-@pytest.mark.slow
-def test_sft_dialogue_reports_the_loss_and_the_answers_before_and_after(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    run_dir = tmp_path / "talk"
-    result = call("examples", "run", "sft_dialogue", "--steps", "2", "--run-dir", str(run_dir))
+def example(run_dir: Path, name: str, *options: str) -> str:
+    """What an example prints that is run with few steps."""
+    result = call("examples", "run", name, *options, "--run-dir", str(run_dir))
     assert result.exit_code == 0, result.output
-    lines = [json.loads(line) for line in (run_dir / "sft" / "metrics.jsonl").read_text().splitlines()]
-    losses = [line["eval/loss/nll"] for line in lines if "eval/loss/nll" in line]
-    row = next(line for line in result.stdout.splitlines() if "loss per token" in line)
-    assert row.replace("│", " ").split()[-2:] == [f"{losses[0]:.3f}", f"{losses[-1]:.3f}"]
-    assert losses[-1] < losses[0]
-    assert min(line["rows/filled"] for line in lines if "rows/filled" in line) > 0.9
-    assert len([line for line in result.stdout.splitlines() if line.startswith("│ Be ")]) == 4
+    return str(result.stdout)
+
+
+def measured(run_dir: Path, metric: str) -> list[float]:
+    """The values of a metric that the evaluations of a stage have logged."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line[metric] for line in lines if metric in line]
+
+
+def assert_shown(printed: str, row: str, *values: float) -> None:
+    """Require that the table of an example ends its row with these values."""
+    cells = next(line for line in printed.splitlines() if row in line and "step" not in line)
+    assert cells.replace("│", " ").split()[-len(values) :] == [f"{value:.3f}" for value in values]
+
+
+@pytest.fixture
+def _same_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the folders that examples put on the path."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
 
 
 @pytest.mark.slow
-def test_arithmetic_is_judged_by_sums_that_no_stage_has_seen(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path])
+@pytest.mark.usefixtures("_same_path")
+@pytest.mark.parametrize(
+    ("name", "options", "stages", "row", "metric"),
+    [
+        ("ppo_t5_copy", [], ["sft", "ppo"], "letters in place", "eval/reward"),
+        ("randomwalks", [], ["sft", "ppo"], "mean optimality", "eval/optimality"),
+        ("dpo_randomwalks", [], ["sft", "dpo"], "mean optimality", "eval/optimality"),
+        ("dpo_randomwalks", ["--method", "kto"], ["sft", "kto"], "mean optimality", "eval/optimality"),
+        ("online_dpo_randomwalks", [], ["sft", "online_dpo"], "mean optimality", "eval/optimality"),
+        ("online_dpo_randomwalks", ["--method", "best_of_k"], ["sft", "best_of_k"], "mean opt", "eval/optimality"),
+        ("reward_then_ppo", ["--reward-steps", "2"], ["sft", "reward", "ppo"], "mean optimality", "eval/optimality"),
+        ("rlhf_pipeline", ["--reward-steps", "2"], ["sft", "reward", "ppo", "dpo"], "learnt reward", "eval/learnt"),
+    ],
+)  # fmt: skip
+def test_an_example_runs_all_stages_and_reports_what_was_measured(
+    name: str, options: list[str], stages: list[str], row: str, metric: str, tmp_path: Path
+) -> None:
+    printed = example(tmp_path, name, "--steps", "1", "--sft-epochs", "1", *options)
+    rewarded = [stage for stage in stages if stage not in ("sft", "reward")]
+    first = measured(tmp_path / rewarded[0], metric)[0]
+    assert_shown(printed, row, first, *(measured(tmp_path / stage, metric)[-1] for stage in rewarded))
+    for stage in rewarded:
+        assert (tmp_path / stage / "model" / "model.safetensors").is_file()
+    if "reward" in stages:
+        assert all(f"\n{stage}: " in printed for stage in stages)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_same_path")
+def test_sft_dialogue_reports_the_loss_and_the_answers_before_and_after(tmp_path: Path) -> None:
+    printed = example(tmp_path, "sft_dialogue", "--steps", "2")
+    losses = measured(tmp_path / "sft", "eval/loss/nll")
+    assert_shown(printed, "loss per token", losses[0], losses[-1])
+    assert losses[-1] < losses[0]
+    assert min(measured(tmp_path / "sft", "rows/filled")) > 0.9
+    assert len([line for line in printed.splitlines() if line.startswith("│ Be ")]) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_same_path")
+def test_arithmetic_is_judged_by_sums_that_no_stage_has_seen(tmp_path: Path) -> None:
     task = load_file(examples.find_examples()["rloo_arithmetic"].parent / "task.py")
     parts = task.split(3)
     assert sum(map(len, parts)) == len({problem["prompt"] for part in parts for problem in part}) == 50 * 50
@@ -636,113 +685,21 @@ def test_arithmetic_is_judged_by_sums_that_no_stage_has_seen(tmp_path: Path, mon
     assert task.reward(["91", "90", "9", "", "19"], ["91"] * 5) == [1.0, 0.5, 0.0, 0.0, 0.0]
     assert task.metric(["91", "90"], ["91"] * 2) == {"accuracy": [1.0, 0.0]}
 
-    run_dir = tmp_path / "sums"
-    result = call("examples", "run", "rloo_arithmetic", "--steps", "2", "--sft-epochs", "1", "--run-dir", str(run_dir))
-    assert result.exit_code == 0, result.output
-    lines = [json.loads(line) for line in (run_dir / "rloo" / "metrics.jsonl").read_text().splitlines()]
-    accuracies = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
-    row = next(line for line in result.stdout.splitlines() if "accuracy" in line and "step" not in line)
-    assert row.replace("│", " ").split()[-2:] == [f"{accuracies[0]:.3f}", f"{accuracies[-1]:.3f}"]
-    samples = [json.loads(line) for line in (run_dir / "rloo" / "samples.jsonl").read_text().splitlines()]
+    printed = example(tmp_path, "rloo_arithmetic", "--steps", "2", "--sft-epochs", "1")
+    accuracies = measured(tmp_path / "rloo", "eval/accuracy")
+    assert_shown(printed, "accuracy", accuracies[0], accuracies[-1])
+    samples = [json.loads(line) for line in (tmp_path / "rloo" / "samples.jsonl").read_text().splitlines()]
     held_out = {problem["prompt"] for problem in task.split(1)[0]}
     assert {sample["kind"] for sample in samples} == {"evaluation", "rollout"}
     assert all((sample["prompt"] in held_out) is (sample["kind"] == "evaluation") for sample in samples)
 
 
 @pytest.mark.slow
-def test_an_encoder_decoder_runs_both_stages_and_reports_its_copies(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    run_dir = tmp_path / "copy"
-    result = call("examples", "run", "ppo_t5_copy", "--steps", "1", "--sft-epochs", "1", "--run-dir", str(run_dir))
-    assert result.exit_code == 0, result.output
-    lines = [json.loads(line) for line in (run_dir / "ppo" / "metrics.jsonl").read_text().splitlines()]
-    rewards = [line["eval/reward"] for line in lines if "eval/reward" in line]
-    row = next(line for line in result.stdout.splitlines() if "letters in place" in line)
-    assert row.replace("│", " ").split()[-2:] == [f"{rewards[0]:.3f}", f"{rewards[-1]:.3f}"]
-    assert result.stdout.count("a copy of") == 3
-    assert json.loads((run_dir / "ppo" / "model" / "config.json").read_text())["is_encoder_decoder"]
-
-
-@pytest.mark.slow
-def test_random_walks_run_both_stages_and_report_what_was_measured(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    run_dir = tmp_path / "walks"
-    result = call("examples", "run", "randomwalks", "--steps", "1", "--sft-epochs", "1", "--run-dir", str(run_dir))
-    assert result.exit_code == 0, result.output
-    evaluations = [
-        json.loads(line)["eval/optimality"]
-        for line in (run_dir / "ppo" / "metrics.jsonl").read_text().splitlines()
-        if "eval/optimality" in line
-    ]
-    row = next(line for line in result.stdout.splitlines() if "mean optimality" in line)
-    assert [f"{evaluations[0]:.3f}", f"{evaluations[-1]:.3f}"] == row.replace("│", " ").split()[-2:]
-    assert f"tensorboard --logdir {run_dir}" in result.stdout
-    assert result.stdout.count("a walk from") == 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("example", "options", "stage"),
-    [
-        ("dpo_randomwalks", [], "dpo"),
-        ("dpo_randomwalks", ["--method", "kto"], "kto"),
-        ("online_dpo_randomwalks", [], "online_dpo"),
-        ("online_dpo_randomwalks", ["--method", "best_of_k"], "best_of_k"),
-    ],
-)
-def test_walks_from_preferences_run_both_stages(
-    example: str, options: list[str], stage: str, tmp_path: Path, monkeypatch: Any
-) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    given = ["--steps", "1", "--sft-epochs", "1", "--run-dir", str(tmp_path), *options]
-    result = call("examples", "run", example, *given)
-    assert result.exit_code == 0, result.output
-    lines = [json.loads(line) for line in (tmp_path / stage / "metrics.jsonl").read_text().splitlines()]
-    evaluations = [line["eval/optimality"] for line in lines if "eval/optimality" in line]
-    row = next(line for line in result.stdout.splitlines() if "mean optimality" in line)
-    assert [f"{evaluations[0]:.3f}", f"{evaluations[-1]:.3f}"] == row.replace("│", " ").split()[-2:]
-    assert (tmp_path / stage / "model" / "model.safetensors").is_file()
-
-
-@pytest.mark.slow
-def test_a_student_is_distilled_from_its_teacher_and_compared_with_it(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    few = ["--steps", "1", "--teacher-steps", "1", "--sft-epochs", "1", "--run-dir", str(tmp_path)]
-    result = call("examples", "run", "distill_randomwalks", *few)
-    assert result.exit_code == 0, result.output
-    measured = []
-    for stage in ("distill", "teacher"):
-        lines = [json.loads(line) for line in (tmp_path / stage / "metrics.jsonl").read_text().splitlines()]
-        measured.append([line["eval/optimality"] for line in lines if "eval/optimality" in line])
-    row = next(line for line in result.stdout.splitlines() if "mean optimality" in line)
-    expected = [measured[0][0], measured[0][-1], measured[1][-1]]
-    assert row.replace("│", " ").split()[-3:] == [f"{value:.3f}" for value in expected]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "stages", "row", "metric"),
-    [
-        ("reward_then_ppo", ["sft", "reward", "ppo"], "mean optimality", "eval/optimality"),
-        ("rlhf_pipeline", ["sft", "reward", "ppo", "dpo"], "learnt reward", "eval/learnt"),
-    ],
-)
-def test_examples_of_learnt_rewards_run_all_stages_and_report_what_was_measured(
-    name: str, stages: list[str], row: str, metric: str, tmp_path: Path, monkeypatch: Any
-) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    few = ["--steps", "2", "--reward-steps", "2", "--sft-epochs", "1", "--run-dir", str(tmp_path / "runs")]
-    result = call("examples", "run", name, *few)
-    assert result.exit_code == 0, result.output
-    measured: list[float] = []
-    for stage in stages[2:]:
-        lines = (tmp_path / "runs" / stage / "metrics.jsonl").read_text().splitlines()
-        found = [json.loads(line)[metric] for line in lines if metric in line]
-        measured += [found[-1]] if measured else [found[0], found[-1]]
-    shown = next(line for line in result.stdout.splitlines() if row in line)
-    assert [f"{value:.3f}" for value in measured] == shown.replace("│", " ").split()[-len(measured) :]
-    for stage in stages:
-        assert f"\n{stage}: " in result.stdout
+@pytest.mark.usefixtures("_same_path")
+def test_a_student_is_distilled_from_its_teacher_and_compared_with_it(tmp_path: Path) -> None:
+    printed = example(tmp_path, "distill_randomwalks", "--steps", "1", "--teacher-steps", "1", "--sft-epochs", "1")
+    student, teacher = (measured(tmp_path / stage, "eval/optimality") for stage in ("distill", "teacher"))
+    assert_shown(printed, "mean optimality", student[0], student[-1], teacher[-1])
 
 
 @pytest.mark.slow

@@ -21,7 +21,6 @@ from tables import table
 from trainkit.config import EnvironmentConfig
 from trainkit.data import PLAIN_TEMPLATE
 from trainkit.errors import ConfigError, DataError, EpisodeError, RewardError
-from trainkit.functional import gae
 from trainkit.rollouts import Environment, Turn, assemble
 from trainkit.rollouts.environments import call_all
 from trainkit.testing import EOS, character_tokenizer, tiny_t5
@@ -161,17 +160,6 @@ def test_the_pool_of_rft_keeps_which_tokens_were_the_environments(tmp_path: Path
     assert kept.input_ids[holes].tolist() == trainer.tokenizer("hg")["input_ids"] * len(kept)
 
 
-def test_advantages_credit_turns_as_if_the_observations_were_not_there() -> None:
-    """The mask law on rows with holes, in float64: GAE of the response tokens alone, with rewards at ends of turns."""
-    draws = torch.Generator().manual_seed(0)
-    mask = torch.tensor([[0, 1, 1, 0, 0, 1, 0, 1, 1, 0]]).bool()
-    values, rewards = (torch.randn(1, 10, generator=draws, dtype=torch.float64) for _ in range(2))
-    both = gae(values, rewards, mask, gamma=0.9, lam=0.8)
-    alone = gae(values[mask][None], rewards[mask][None], torch.ones(1, 5, dtype=torch.bool), gamma=0.9, lam=0.8)
-    for found, expected in zip(both, alone, strict=True):
-        torch.testing.assert_close(found[mask], expected[0], rtol=0, atol=1e-12)
-
-
 def test_ppo_gives_a_turn_its_reward_and_later_turns_none_of_it(tmp_path: Path) -> None:
     """With γ = λ = 1, values 0 and no KL penalty, the return at a token is the sum of the rewards from its turn on."""
     trainer = player(
@@ -296,17 +284,6 @@ def test_the_episodes_of_a_group_are_about_one_task(tmp_path: Path) -> None:
         EpisodeError, match=r"reset\(\) returned another prompt than in another episode of the same row"
     ):
         player(tmp_path / "b", Unseeded, name="rloo").collect()
-
-
-@pytest.mark.slow
-def test_the_speed_of_environments_decides_nothing(tmp_path: Path) -> None:
-    class Slow(Letters):
-        def step(self, output: str) -> Turn:
-            time.sleep(random.random() / 50)
-            return super().step(output)
-
-    found = [player(tmp_path, kind).play(list("abcdefgh")).turns for kind in (Letters, Slow, Slow)]
-    assert found[0] == found[1] == found[2]
 
 
 def test_coroutines_run_at_the_same_time(tmp_path: Path) -> None:
@@ -589,14 +566,6 @@ def test_a_fault_names_class_row_and_turn(environment: Any, said: str, tmp_path:
     trainer = player(tmp_path, one_is_bad if "prompt 1" in said else environment, train__seq_length=64)
     with pytest.raises(EpisodeError, match=said):
         trainer.play(["ab", "c"])
-
-
-def test_a_fault_ends_a_run_and_changes_no_weight(tmp_path: Path) -> None:
-    trainer = player(tmp_path, fixed(Turn("a"), raising))
-    before = {key: value.clone() for key, value in trainer.unwrapped.state_dict().items()}
-    with pytest.raises(EpisodeError):
-        trainer.learn()
-    assert all(torch.equal(value, before[key]) for key, value in trainer.unwrapped.state_dict().items())
 
 
 def test_a_row_without_a_prompt_needs_an_environment_that_gives_one(tmp_path: Path) -> None:

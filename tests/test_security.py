@@ -7,7 +7,6 @@ import copy
 import json
 import pickle
 import re
-import socket
 import sys
 import time
 import traceback
@@ -28,7 +27,6 @@ from trainkit import PluginConfig, TRLConfig, hookimpl, register_tracker
 from trainkit.cli import app
 from trainkit.config import ModelConfig
 from trainkit.errors import ConfigError, describe
-from trainkit.models import AutoModelForCausalLMWithValueHead, RewardModel
 from trainkit.plain import BYTES, DEPTH, DIGITS, VALUES, parse_yaml, read_yaml
 from trainkit.plugins import registry
 from trainkit.runs import checkpoint
@@ -37,7 +35,6 @@ from trainkit.testing import character_tokenizer
 from trainkit.testing.trainers import LETTERS, tiny_trainer
 
 CANARY = "canary-7f3a"
-PROMPTS = [{"prompt": letter} for letter in "abcd"]
 
 
 def cli(*arguments: str) -> Any:
@@ -429,24 +426,6 @@ def test_the_command_line_and_its_tasks_need_the_flag_too(far: tuple[str, Path],
     assert ran.exists()
 
 
-def test_no_other_way_of_loading_a_model_runs_its_code(far: tuple[str, Path], tmp_path: Path) -> None:
-    model, ran = far
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": model}))
-    for loads in (
-        lambda: RewardModel.from_pretrained(model),
-        lambda: AutoModelForCausalLMWithValueHead.from_pretrained(model),
-    ):
-        with pytest.raises(ValueError, match="contains custom code"):
-            loads()
-    found = cli("merge", str(tmp_path / "adapter"), str(tmp_path / "out"))
-    assert found.exit_code == 2
-    assert "allow it with --trust-remote-code" in found.stderr
-    assert not ran.exists()
-    AutoModelForCausalLMWithValueHead.from_pretrained(model, trust_remote_code=True)
-    assert ran.exists()
-
-
 @table(
     "setting, value",
     [
@@ -635,38 +614,3 @@ def test_a_manifest_names_only_files_of_its_checkpoint(tmp_path: Path) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- network
-
-CONNECTIONS: list[str] = []
-LISTENING: list[bool] = []
-"""Whether the hook listens; empty before it is added: a hook of the interpreter cannot be removed."""
-
-
-@pytest.fixture
-def connections(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The connections that are asked for in this process, where the hub is not switched off."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    if not LISTENING:
-        asked = ("socket.connect", "socket.sendto", "socket.sendmsg", "socket.getaddrinfo", "socket.gethostbyname")
-        sys.addaudithook(lambda event, _: CONNECTIONS.append(event) if LISTENING[0] and event in asked else None)
-    LISTENING[:], CONNECTIONS[:] = [True], []
-    with socket.socket() as any_socket:
-        any_socket.connect_ex(("127.0.0.1", 9))
-    assert CONNECTIONS == ["socket.connect"], "the hook hears"
-    CONNECTIONS.clear()
-    yield CONNECTIONS
-    LISTENING[0] = False
-
-
-@pytest.mark.daily(method=("rloo",))
-@pytest.mark.parametrize("method", ["sft", "rloo"])
-def test_training_evaluating_exporting_and_resuming_connect_to_nothing(
-    method: str, model: str, connections: list[str], tmp_path: Path
-) -> None:
-    for steps in (2, 3):
-        trainer = tiny_trainer(
-            method, tmp_path / "run", arguments={"tokenizer": None}, train__resume="auto", train__save_interval=1,
-            train__total_steps=steps, train__trackers=["tensorboard"], train__eval_interval=1, model__model_path=model,
-        )  # fmt: skip
-        trainer.learn()
-    assert trainer.run_state.resumed
-    assert connections == []

@@ -349,19 +349,6 @@ def test_an_engine_with_a_copy_of_the_model_trains_to_the_same_bits(kind: str, t
     assert [key for key in ends[0] if not torch.equal(ends[0][key], ends[1][key])] == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", PLAIN)
-def test_virtual_tokens_alone_learn_to_write_rewarded_letters(kind: str, tmp_path: Path) -> None:
-    trainer = tiny_trainer(
-        "rloo", tmp_path, model__peft_config=KINDS[kind], model=tiny_gpt2(10, initializer_range=0.3),
-        optimizer__lr=0.1, train__total_steps=40, rollout__num_rollouts=32, train__batch_size=32, method__kl_coef=0.0,
-    )  # fmt: skip
-    before, _ = trainer.evaluation()
-    trainer.learn()
-    after, _ = trainer.evaluation()
-    assert before["eval/reward"] < 4 < 5 < after["eval/reward"], "six letters are the most"
-
-
 # ------------------------------------------------------------------------------------------------------ files
 
 
@@ -393,16 +380,6 @@ def test_an_export_is_loaded_by_peft_and_trained_further(kind: str, base: str, t
     assert not torch.equal(further, trained)
     once_more = loaded_by_peft(tmp_path / "again" / "model")
     torch.testing.assert_close(logits(once_more)[:, -8:], further, rtol=0, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_an_export_is_sampled_from_on_the_command_line(tmp_path: Path) -> None:
-    tiny_trainer("ppo", tmp_path / "run", model__peft_config=KINDS["prompt"]).learn()
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "abc"}\n')
-    prompts, out = str(tmp_path / "prompts.jsonl"), tmp_path / "out.jsonl"
-    done = CliRunner().invoke(app, ["generate", str(tmp_path / "run"), "--prompts", prompts, "--out", str(out)])
-    assert done.exit_code == 0, done.output
-    assert out.read_text().count("output") == 1
 
 
 def test_a_reward_model_of_virtual_tokens_scores_as_it_was_trained(tmp_path: Path) -> None:

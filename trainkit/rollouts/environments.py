@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from trainkit.config import EnvironmentConfig
@@ -269,105 +268,24 @@ def call_all(calls: Sequence[Callable[[], Any]], config: EnvironmentConfig) -> l
     Coroutines that they return are awaited, and cancelled when their time is up. A plain function cannot be cancelled:
     its thread is left behind, and its result is discarded. Threads are daemons, so the process can exit.
     """
-    pool = _Threads(calls, config)
-    results = pool.run()
-    waiting = [index for index, result in enumerate(results) if inspect.isawaitable(result.value)]
-    for index, result in zip(waiting, _await_all([results[i].value for i in waiting], config), strict=True):
-        results[index] = result
-    return results
-
-
-@dataclass
-class _Threads:
-    """Threads that make calls; one that has to be left behind is replaced."""
-
-    calls: Sequence[Callable[[], Any]]
-    config: EnvironmentConfig
-    results: dict[int, Result] = field(default_factory=dict)
-    started: dict[int, float] = field(default_factory=dict)
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    next: int = 0
-
-    def run(self) -> list[Result]:
-        """Make the calls, and return their results."""
-        with self.changed:
-            for _ in range(min(self.config.workers, len(self.calls))):
-                self._spawn()
-            while len(self.results) < len(self.calls):
-                self.changed.wait(self._patience())
-                self._give_up_late_ones()
-            return [self.results[index] for index in range(len(self.calls))]
-
-    def _spawn(self) -> None:
-        threading.Thread(target=self._work, daemon=True, name="trainkit-environment").start()
-
-    def _work(self) -> None:
-        while True:
-            with self.changed:
-                if self.next >= len(self.calls):
-                    return
-                index, self.next = self.next, self.next + 1
-                self.started[index] = time.monotonic()
-                self.changed.notify()
-            result = Result()
-            try:
-                result.value = self.calls[index]()
-            except BaseException as error:  # whatever user code raises, SystemExit too, is told to the main thread
-                result.error = error
-            with self.changed:
-                if index in self.results:  # given up: this thread has been replaced
-                    return
-                self.results[index] = result
-                self.changed.notify()
-
-    def _running(self) -> list[int]:
-        return [index for index in self.started if index not in self.results]
-
-    def _patience(self) -> float | None:
-        """Return the seconds until the next running call is late; None if none is running yet."""
-        ends = [self.started[index] + self.config.timeout - time.monotonic() for index in self._running()]
-        return max(min(ends), 0) + 1e-3 if ends else None
-
-    def _give_up_late_ones(self) -> None:
-        for index in self._running():
-            if time.monotonic() - self.started[index] >= self.config.timeout:
-                self.results[index] = Result(error=_late(self.config), given_up=True)
-                self._spawn()
-
-
-async def _caught(waiting: Awaitable[Any]) -> Result:
-    """Return the result of a coroutine. Of a task, asyncio would pass SystemExit on, and end all others with it."""
-    try:
-        return Result(await waiting)
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
-        return Result(error=error)
-
-
-def _late(config: EnvironmentConfig) -> TimeoutError:
-    return TimeoutError(f"{config.timeout:g} s")
-
-
-def _await_all(waiting: Sequence[Awaitable[Any]], config: EnvironmentConfig) -> list[Result]:
-    """Run coroutines, up to ``config.workers`` at a time, in an event loop in a thread of its own."""
-    if not waiting:
-        return []
-    found: dict[int, Result] = {}
+    results: dict[int, Result] = {}
     ended = threading.Event()
+    late = Result(error=TimeoutError(f"{config.timeout:g} s"), given_up=True)
 
     async def one(index: int, places: asyncio.Semaphore) -> None:
         async with places:
-            task = asyncio.ensure_future(_caught(waiting[index]))
+            task = asyncio.ensure_future(_awaited(calls[index]))
             done, _ = await asyncio.wait([task], timeout=config.timeout)
             if not done:
                 task.cancel()
-                found[index] = Result(error=_late(config), given_up=True)
+                results[index] = late
             else:
-                found[index] = Result(error=asyncio.CancelledError()) if task.cancelled() else task.result()
+                results[index] = Result(error=asyncio.CancelledError()) if task.cancelled() else task.result()
 
     async def every() -> None:
         asyncio.get_running_loop().set_default_executor(Daemons())
         places = asyncio.Semaphore(config.workers)
-        await asyncio.gather(*(one(index, places) for index in range(len(waiting))))
+        await asyncio.gather(*(one(index, places) for index in range(len(calls))))
 
     def run() -> None:
         try:
@@ -375,8 +293,29 @@ def _await_all(waiting: Sequence[Awaitable[Any]], config: EnvironmentConfig) -> 
         finally:
             ended.set()
 
-    threading.Thread(target=run, daemon=True, name="trainkit-environment-loop").start()
+    threading.Thread(target=run, daemon=True, name="trainkit-environment").start()
     # a coroutine that blocks the loop cannot be cancelled: wait for as long as all may take one after the other
-    rounds = -(-len(waiting) // config.workers)
+    rounds = -(-len(calls) // config.workers)
     ended.wait(config.timeout * (rounds + 1))
-    return [found.get(index) or Result(error=_late(config), given_up=True) for index in range(len(waiting))]
+    return [results.get(index, late) for index in range(len(calls))]
+
+
+async def _awaited(call: Callable[[], Any]) -> Result:
+    """Return the result of a call in a thread of its own, or of the coroutine that it returns.
+
+    Of an error in a task, asyncio would pass SystemExit on, and end all others with it.
+    """
+    result = await asyncio.get_running_loop().run_in_executor(None, _called, call)
+    if not inspect.isawaitable(result.value):
+        return result
+    try:
+        return Result(await result.value)
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        return Result(error=error)
+
+
+def _called(call: Callable[[], Any]) -> Result:
+    try:
+        return Result(call())
+    except BaseException as error:  # whatever user code raises, SystemExit too, is told to the main thread
+        return Result(error=error)

@@ -207,11 +207,12 @@ class TokenSampler:
         """
         while True:
             most = len(queries) if self.most is None or watch is not None else self.most
+            parts: list[Generated] = []
             try:
-                parts = [slice(at, at + most) for at in range(0, len(queries), most)]
-                return Generated.cat(
-                    [self._generate(queries[part], settings, seeds[part], version, watch) for part in parts]
-                )
+                for start in range(0, len(queries), most):
+                    part = slice(start, start + most)
+                    parts.append(self._generate(queries[part], settings, seeds[part], version, watch))
+                return Generated.cat(parts)
             except (RuntimeError, MemoryError) as error:
                 if not out_of_memory(error) or watch is not None:
                     raise
@@ -238,8 +239,18 @@ class TokenSampler:
         with packed(self.model):
             if self.fault:
                 _by_generate(self.decoder, queries, responses)
-            else:
-                _by_steps(self.decoder, queries, responses)
+                return responses.generated(version)
+            active, logits, hidden = self.decoder.prefill(queries, responses.room)
+            for step in range(responses.room):
+                tokens, alive = responses.extend(step, active.rows, active.last, logits, hidden)
+                left, rows = int(alive.sum()), len(active.rows)
+                if left == 0 or step == responses.room - 1:
+                    break
+                # an EOS that ended a row may equal padding
+                active.last = tokens if left == rows else torch.where(alive, tokens, active.last)
+                if left <= rows * SHRINK_AT:
+                    active.keep(alive.nonzero().squeeze(-1))
+                logits, hidden = self.decoder.next(active)
         return responses.generated(version)
 
 
@@ -458,24 +469,6 @@ class _TokenDistribution:
         finite = self.shifted.clamp_(min=-1e4)  # 0 * -inf is NaN
         mean: Tensor = torch.linalg.vecdot(self.weights, finite) / total
         return chosen - log_total, log_total - mean
-
-
-# -------------------------------------------------------------------------------------------- running the model
-
-
-def _by_steps(decoder: Decoder, queries: list[list[int]], responses: _Responses) -> None:
-    """Sample all responses with a key-value cache."""
-    active, logits, hidden = decoder.prefill(queries, responses.room)
-    for step in range(responses.room):
-        tokens, alive = responses.extend(step, active.rows, active.last, logits, hidden)
-        left, rows = int(alive.sum()), len(active.rows)
-        if left == 0 or step == responses.room - 1:
-            break
-        # an EOS that ended a row may equal padding
-        active.last = tokens if left == rows else torch.where(alive, tokens, active.last)
-        if left <= rows * SHRINK_AT:
-            active.keep(alive.nonzero().squeeze(-1))
-        logits, hidden = decoder.next(active)
 
 
 # --------------------------------------------------------------------------------- models that only generate() can run

@@ -18,7 +18,7 @@ from tables import table
 from trainkit.data import Sequences
 from trainkit.errors import ConfigError, DataError
 from trainkit.models.adapters import switch_off, switch_on
-from trainkit.testing import character_tokenizer, tiny_gpt2
+from trainkit.testing import tiny_gpt2
 from trainkit.testing.trainers import tiny_trainer
 from trainkit_dpo import (
     ScoredResponses,
@@ -372,49 +372,6 @@ def test_the_loss_of_best_of_k_is_the_likelihood_of_whole_responses(tmp_path: Pa
 
 
 # ----------------------------------------------------------------------------------------------------- it learns
-
-
-@pytest.mark.slow
-@every_loss
-def test_it_learns_which_letter_is_preferred(changes: dict[str, Any], tmp_path: Path) -> None:
-    """The policy's implicit rewards follow the preferences, and it says the preferred letter far above 1 in 8."""
-    letters = "abcdefgh"
-    tokenizer = character_tokenizer(letters)
-    pairs = [{"prompt": p, "chosen": p, "rejected": o} for p in letters for o in letters if o != p]
-    config = trainkit.default_config("dpo").update(
-        {
-            "model.model_path": tiny_gpt2(len(tokenizer)), "optimizer.lr": 3e-3, "rollout.max_new_tokens": 2,
-            "train.batch_size": 56, "train.total_steps": 60, "train.run_dir": str(tmp_path), "train.trackers": [],
-            "method.beta": 0.5, **{key.replace("__", "."): value for key, value in changes.items()},
-        }
-    )  # fmt: skip
-    trainer = trainkit.train(
-        config=config, samples=pairs, eval_samples=pairs[::5], eval_prompts=list(letters), tokenizer=tokenizer
-    )
-    found = trainer.evaluate()
-    assert found["eval/rewards/accuracies"] == 1.0
-    assert found["eval/rewards/margins"] > 0.3
-    outputs = trainer.generate(list(letters) * 8).outputs
-    first = [output[:1] == prompt for output, prompt in zip(outputs, letters * 8, strict=True)]
-    assert sum(first) / len(first) > 0.25
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["online_dpo", "best_of_k"])
-def test_it_learns_a_bandit(name: str, tmp_path: Path) -> None:
-    """The response worth most is found, for each of four prompts."""
-    bandit = Bandit()
-    trainer = trainkit.train(
-        config={
-            "method": {"name": name, "k": 4},
-            "optimizer": {"lr": 3e-3},
-            "rollout": {"max_new_tokens": 1, "num_rollouts": 128},
-            "train": {"batch_size": 32, "total_steps": 120, "run_dir": str(tmp_path), "trackers": []},
-        },
-        **bandit.arguments,
-    )
-    worth = bandit.logprobs(trainer.unwrapped.model).exp().mul(bandit.rewards).sum(1)
-    assert (worth / bandit.rewards.amax(1)).mean() > 0.95
 
 
 @pytest.mark.slow

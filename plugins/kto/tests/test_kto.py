@@ -18,7 +18,7 @@ import trainkit
 from tables import table
 from trainkit.data import Sequences
 from trainkit.errors import ConfigError, DataError
-from trainkit.testing import character_tokenizer, tiny_gpt2
+from trainkit.testing import tiny_gpt2
 from trainkit.testing.trainers import SAMPLES, tiny_trainer
 from trainkit_kit import Bandit
 from trainkit_kto import KTOBatch, kto_loss
@@ -312,31 +312,6 @@ def test_a_stream_is_mismatched_as_it_is_read_and_resumes(tmp_path: Path) -> Non
 
 
 # ----------------------------------------------------------------------------------------------------------- it learns
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("changes", POINTS.values(), ids=POINTS)
-def test_it_learns_which_letter_is_desirable(changes: dict[str, Any], tmp_path: Path) -> None:
-    """Rewards are on the right side of the reference point; the policy says the desirable letter far above 1 in 8."""
-    letters = "abcdefgh"
-    samples = [{"prompt": p, "completion": c, "label": p == c} for p in letters for c in letters]
-    tokenizer = character_tokenizer(letters)
-    config = trainkit.default_config("kto").update(
-        {
-            "model.model_path": tiny_gpt2(len(tokenizer)), "optimizer.lr": 3e-3, "rollout.max_new_tokens": 2,
-            "train.batch_size": 64, "train.total_steps": 60, "train.run_dir": str(tmp_path), "train.trackers": [],
-            "method.beta": 0.5, "method.desirable_weight": 7.0,
-            **{key.replace("__", "."): value for key, value in changes.items()},
-        }
-    )  # fmt: skip
-    trainer = trainkit.train(
-        config=config, samples=samples, eval_samples=samples[::5], eval_prompts=list(letters), tokenizer=tokenizer
-    )
-    found = trainer.evaluate()
-    assert found["eval/rewards/accuracies"] > 0.9
-    outputs = trainer.generate(list(letters) * 8).outputs
-    first = [output[:1] == prompt for output, prompt in zip(outputs, letters * 8, strict=True)]
-    assert sum(first) / len(first) > 0.25
 
 
 def test_it_raises_the_reward_of_a_bandit(tmp_path: Path) -> None:

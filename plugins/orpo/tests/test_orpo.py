@@ -15,7 +15,6 @@ from torch import Tensor
 import trainkit
 from tables import table
 from trainkit.errors import ConfigError
-from trainkit.testing import character_tokenizer, tiny_gpt2
 from trainkit.testing.trainers import tiny_trainer
 from trainkit_orpo import log_odds, odds_ratio_loss, simpo_loss
 
@@ -29,7 +28,6 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "cpo-simpo": ("cpo", {"method__loss_type": "simpo", "method__beta": 2.0, "method__cpo_alpha": 1.0}),
     "simpo-smoothed": ("cpo", {"method__loss_type": "simpo", "method__label_smoothing": 0.1}),
 }
-every_loss = pytest.mark.parametrize(("name", "changes"), SETTINGS.values(), ids=SETTINGS)
 
 
 def wide(*values: float) -> list[Tensor]:
@@ -204,24 +202,3 @@ def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], message: 
 
 
 # ----------------------------------------------------------------------------------------------------- it learns
-
-
-@pytest.mark.slow
-@every_loss
-def test_it_learns_which_letter_is_preferred(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    """Every pair becomes right, and the preferred letter is said more often than 1 in 8."""
-    letters = "abcdefgh"
-    tokenizer = character_tokenizer(letters)
-    pairs = [{"prompt": p, "chosen": p, "rejected": o} for p in letters for o in letters if o != p]
-    config = trainkit.default_config(name).update(
-        {
-            "model.model_path": tiny_gpt2(len(tokenizer)), "optimizer.lr": 3e-3, "rollout.max_new_tokens": 2,
-            "train.batch_size": 56, "train.total_steps": 60, "train.run_dir": str(tmp_path), "train.trackers": [],
-            **{key.replace("__", "."): value for key, value in changes.items()},
-        }
-    )  # fmt: skip
-    trainer = trainkit.train(config=config, samples=pairs, eval_samples=pairs[::5], tokenizer=tokenizer)
-    assert trainer.evaluate()["eval/rewards/accuracies"] == 1.0
-    outputs = trainer.generate(list(letters) * 8).outputs
-    first = [output[:1] == prompt for output, prompt in zip(outputs, letters * 8, strict=True)]
-    assert sum(first) / len(first) > (0.9 if trainer.config.method.name == "orpo" else 0.25)

@@ -370,13 +370,3 @@ def test_moments_and_beta_are_part_of_the_state(tmp_path: Path) -> None:
     assert other.state_dict() != trainer.state_dict()
     other.load_state_dict(trainer.state_dict())
     assert other.state_dict() == trainer.state_dict()
-
-
-def test_padding_in_experience_is_never_read(tmp_path: Path) -> None:
-    trainer = tiny_trainer("ppo", tmp_path)
-    trainer.collect()
-    batch = trainer.store.experience
-    hidden = torch.where(batch.sequences.response_mask, batch.old_values, torch.full_like(batch.old_values, torch.inf))
-    clean, _ = trainer.loss(batch)
-    dirty, _ = trainer.loss(replace(batch, old_values=hidden))
-    assert torch.equal(clean, dirty)

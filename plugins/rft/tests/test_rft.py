@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 import trainkit
 from tables import table
 from trainkit.data import Sequences
-from trainkit.testing import character_tokenizer, tiny_gpt2
 from trainkit.testing.trainers import tiny_trainer
 from trainkit_rft import RFTRows, select, share
 
@@ -121,26 +120,6 @@ def test_scores_given_to_step_are_counted_once(tmp_path: Path) -> None:
     rollouts = trainer.generate(["a"] * 4)
     found = trainer.step(rollouts.queries, rollouts.responses, [1.0, 2.0, 3.0, 4.0])
     assert (found["reward/mean"], found["reward/std"]) == (2.5, pytest.approx((5 / 3) ** 0.5))
-
-
-@pytest.mark.slow
-def test_it_learns_what_is_rewarded(tmp_path: Path) -> None:
-    """The prompt's letter, again and again: half a letter of four is right by chance."""
-    tokenizer = character_tokenizer("abcdefgh")
-    trainer = trainkit.train(
-        tiny_gpt2(len(tokenizer)),
-        reward_fn=lambda prompts, outputs, **_: [float(o.count(p)) for p, o in zip(prompts, outputs, strict=True)],
-        prompts=list("abcd"),
-        tokenizer=tokenizer,
-        config={
-            "method": {"name": "rft", "rft_k": 16, "n_improve_steps": 2, "pool_size": 32},
-            "optimizer": {"lr": 1e-2},
-            "rollout": {"max_new_tokens": 4, "num_rollouts": 64},
-            "train": {"batch_size": 16, "total_steps": 120, "run_dir": str(tmp_path), "trackers": []},
-        },
-    )
-    outputs = trainer.generate(list("abcd") * 25).outputs
-    assert sum(output.count("abcd"[i % 4]) for i, output in enumerate(outputs)) / 100 > 3
 
 
 @table("count", [1, 3, 4, 5, 8])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -146,45 +145,6 @@ def test_registries_are_those_of_trlx() -> None:
         pass
 
     assert get_method("mine") is Mine
-
-
-@table(
-    "module, names",
-    [
-        ("", "train logging"),
-        ("data", "GeneralElement RLElement BatchElement"),
-        ("data.accelerate_base_datatypes", "PromptElement PromptBatch AccelerateRLElement AccelerateRLBatchElement"),
-        ("data.ppo_types", "PPORLElement PPORLBatch"),
-        ("data.ilql_types", "ILQLElement ILQLBatch ILQLSeq2SeqElement ILQLSeq2SeqBatch"),
-        ("data.configs", "ModelConfig TokenizerConfig OptimizerConfig SchedulerConfig TrainConfig TRLConfig"),
-        ("data.default_configs", "default_ppo_config default_ilql_config default_sft_config default_nemo_20b_config"),
-        ("data.method_configs", "MethodConfig register_method get_method"),
-        ("models.modeling_ppo", "PPOConfig AdaptiveKLController FixedKLController AutoModelForCausalLMWithValueHead"),
-        ("models.modeling_ppo", "AutoModelForCausalLMWithHydraValueHead AutoModelForSeq2SeqLMWithHydraValueHead"),
-        ("models.modeling_base", "PreTrainedModelWrapper"),
-        (
-            "models.modeling_ilql",
-            "ILQLConfig ILQLHeads AutoModelForCausalLMWithILQLHeads topk_mask batched_index_select",
-        ),
-        ("pipeline", "BasePipeline BaseRolloutStore MiniBatchIterator register_datapipeline"),
-        ("pipeline.offline_pipeline", "PromptPipeline DialogStore DialogMessage tokenize_dialogue"),
-        ("pipeline.offline_pipeline", "ILQLRolloutStorage ILQLSeq2SeqRolloutStorage"),
-        ("pipeline.ppo_pipeline", "PPORolloutStorage ppo_collate_fn"),
-        ("trainer", "BaseRLTrainer register_trainer"),
-        ("trainer.accelerate_base_trainer", "AccelerateRLTrainer"),
-        ("trainer.accelerate_ppo_trainer", "AcceleratePPOTrainer"),
-        ("trainer.accelerate_ilql_trainer", "AccelerateILQLTrainer"),
-        ("trainer.accelerate_sft_trainer", "AccelerateSFTTrainer SFTConfig"),
-        ("trainer.accelerate_rft_trainer", "AccelerateRFTTrainer RFTConfig"),
-        ("utils", "Clock set_seed significant infinite_dataloader get_git_tag to_device tree_map filter_non_scalars"),
-        ("utils.loading", "get_trainer get_pipeline"),
-        ("utils.logging", "get_logger set_verbosity get_verbosity"),
-        ("utils.modeling", "RunningMoments flatten_dict get_tensor_stats whiten logprobs_of_labels"),
-    ],
-)
-def test_names_are_where_trlx_has_them(module: str, names: str) -> None:
-    found = importlib.import_module(f"trainkit_trlx.{module}".rstrip("."))
-    assert [name for name in names.split() if not hasattr(found, name)] == []
 
 
 # -------------------------------------------------------------------------------------------------------- formulas
