@@ -19,7 +19,7 @@
 #   make coverage  the lines and branches of trainkit/ that make test reaches, and those with the slow tests
 #   make parity    the losses beside TRL's, and a step of each of TRL's trainers in the speed benchmark
 #   make bench     the benchmarks; with them make speed
-#   make speed     speeds beside other systems, and docs/performance.md from them; some: make speed ARGS="--cases rloo"
+#   make speed     speeds beside other systems, and docs/distributed.md from them; some: make speed ARGS="--cases rloo"
 #   make dist      wheels and source distributions in dist/, checked, installed and tried out
 #   make test-lowest  make test, with the lowest versions of all dependencies that pyproject.toml allows
 #   make test-newest  make test, with the newest versions that it allows
