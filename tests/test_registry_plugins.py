@@ -14,7 +14,6 @@ from types import ModuleType
 
 import pytest
 
-import trainkit
 from tables import table
 from trainkit.config import MethodConfig, TRLConfig
 from trainkit.errors import PluginError, RegistryError, TrainkitError
