@@ -164,7 +164,7 @@ $(ENGINES)/made: pyproject.toml constraints.txt .ci/engines.py $(addsuffix /pypr
 EDITABLE = $(BIN)/python -m pip install --no-compile $(PINS) hatchling editables && \
     $(BIN)/python -m pip install --no-compile --no-build-isolation $(PINS)
 # made again whenever a dependency, or trainkit's version, could have changed
-PROJECTS := pyproject.toml constraints.txt trainkit/__init__.py $(addsuffix /pyproject.toml,$(PLUGINS))
+PROJECTS := pyproject.toml constraints.txt trainkit/version.py $(addsuffix /pyproject.toml,$(PLUGINS))
 $(VENV)/made-demo: $(PROJECTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(EDITABLE) -e . -e plugins/sft -e plugins/ppo -e plugins/report networkx

@@ -26,7 +26,7 @@ from trainkit.config import TRLConfig
 from trainkit.errors import printable
 from trainkit.models import AutoModelForCausalLMWithValueHead, RewardModel
 from trainkit.plugins import registry
-from trainkit.runs import Record, checkpoint
+from trainkit.runs import Record, checkpoint, provenance
 from trainkit.runs.card import OURS, _cell, fenced
 from trainkit.testing import tiny_t5
 from trainkit.testing.trainers import tiny_trainer
@@ -109,7 +109,7 @@ def test_resuming_without_a_plugin_or_with_one_more_says_so(install: Callable[[s
 
 
 def test_resuming_with_another_version_of_trainkit_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainkit, "__version__", "0.1.99")
+    monkeypatch.setattr(provenance, "__version__", "0.1.99")
     tiny_trainer("sft", tmp_path / "run", **SAVING).learn()
     monkeypatch.undo()
     assert resumed(tmp_path / "run") == [

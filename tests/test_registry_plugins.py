@@ -14,7 +14,6 @@ from types import ModuleType
 
 import pytest
 
-import trainkit
 from tables import table
 from trainkit.config import MethodConfig, TRLConfig
 from trainkit.errors import PluginError, RegistryError, TrainkitError
@@ -504,7 +503,7 @@ def test_of_two_copies_of_a_distribution_the_first_on_the_path_counts(install, t
 )
 def test_a_plugin_made_for_another_trainkit_cannot_be_used(anew, monkeypatch, requires, unfit):
     install = anew()
-    monkeypatch.setattr(trainkit, "__version__", "0.4.0.dev1")
+    monkeypatch.setattr(plugins, "__version__", "0.4.0.dev1")
     install("fake-old", {"fake-old": "fake_old"}, trainer_source("fake-old"), "7", requires)
     plugin = found("fake-old")["fake-old"]
     assert ("fake-old" in available_trainers()) == (not unfit)

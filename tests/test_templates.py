@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-import trainkit
 from tables import table
 from trainkit import cli
 from trainkit.errors import ConfigError
@@ -105,7 +104,7 @@ def test_new_modules_and_their_tests_are_typed(here: Path) -> None:
 
 def test_what_is_needed_is_the_trainkit_that_runs(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for version, requirement in (("0.1.0", ">=0.1,<0.2"), ("0.12.3.dev1", ">=0.12,<0.13"), ("2.3.0", ">=2.3,<3")):
-        monkeypatch.setattr(trainkit, "__version__", version)
+        monkeypatch.setattr(templates, "__version__", version)
         assert call("any", "--out", version).exit_code == 0
         assert f'dependencies = ["trainkit-rl{requirement}"]' in Path(version, "pyproject.toml").read_text("utf-8")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from trainkit.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from trainkit import functional, metrics, models, testing
     from trainkit.api import train
@@ -35,8 +37,6 @@ if TYPE_CHECKING:
     from trainkit.trainer.base import BaseRLTrainer, Verdict
     from trainkit.trainer.loop import AcceleratedLoop
     from trainkit.trainer.sharding import Sharding
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "AccelerateRLTrainer": "trainkit.trainer.accelerate",

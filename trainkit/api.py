@@ -143,7 +143,7 @@ def train(
         raise ConfigError(f"callbacks should be a list of objects; given {describe(callbacks)}. Write [callback]")
     models = {"model_path": model_path, "reference_path": reference}
     settled = _settle_config(config, method, models, lambda: usual_method(present, samples, config))
-    trainer_class = get_trainer(settled.method.name)
+    trainer_class: type[AccelerateRLTrainer[Any]] = get_trainer(settled.method.name)
     _check_inputs(settled, trainer_class, present, samples)
     # trainers of other models than language models take neither of the first two
     extra: dict[str, Any] = {"tokenizer": tokenizer, "environment": environment}

@@ -23,6 +23,7 @@ from trainkit.cli import (
 from trainkit.cli.console import WithOverrides
 from trainkit.cli.installed import WithInstalled
 from trainkit.errors import TRACEBACK
+from trainkit.version import __version__
 
 PLAIN: dict[str, Any] = {"no_args_is_help": True, "rich_markup_mode": None}  # plain help is faster
 
@@ -38,8 +39,6 @@ app = typer.Typer(
 
 def _print_version(asked: bool) -> None:
     if asked:
-        from trainkit import __version__
-
         typer.echo(f"trainkit {__version__}")
         raise typer.Exit
 

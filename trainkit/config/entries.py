@@ -56,7 +56,8 @@ def _of_part(part: Part, value: Any) -> str | PluginConfig:
         if given:
             raise _refused(f"{name!r} has no settings; remove {', '.join(map(repr, given))}")
         return name.lower()
-    return settings.model_validate({**given, "name": name.lower()})
+    entry: PluginConfig = settings.model_validate({**given, "name": name.lower()})
+    return entry
 
 
 HooksEntry = Annotated[str | SerializeAsAny[PluginConfig], BeforeValidator(_of_hooks)]
@@ -81,7 +82,8 @@ def _entry(value: Any, *, tracker: bool) -> str | PluginConfig:
         if given:
             raise _refused(f"{name!r} has no settings; remove {', '.join(map(repr, given))}")
         return name
-    return settings.model_validate({**given, "name": name.lower()})
+    entry: PluginConfig = settings.model_validate({**given, "name": name.lower()})
+    return entry
 
 
 def settings_class(name: str, tracker: bool) -> type[PluginConfig] | None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from trainkit.errors import PluginError, RegistryError, suggest
 from trainkit.plugins.guard import one_line, said
+from trainkit.version import __version__
 
 if TYPE_CHECKING:
     from importlib.metadata import Distribution
@@ -343,8 +344,6 @@ OF_OLD_GROUP = (
 def _unfit(dist: Distribution) -> str:
     """Return why the distribution does not fit this version of trainkit; empty if it does."""
     from packaging.requirements import Requirement
-
-    from trainkit import __version__
 
     ours = re.compile(r"trainkit([-_.]+rl)?\s*([\[(<>=!~;@]|$)", re.IGNORECASE)
     try:

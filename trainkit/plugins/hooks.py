@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pluggy
 
@@ -13,13 +13,10 @@ from trainkit.plugins import hookspecs
 from trainkit.plugins.discovery import TRAINER, PluginInfo, find_installed, find_plugin, import_plugin
 from trainkit.plugins.guard import one_line, said, watch
 from trainkit.plugins.hookspecs import PROJECT
-from trainkit.plugins.registry import PARTS, HookClass, get_hooks, get_part, get_trainer
-
-if TYPE_CHECKING:
-    from trainkit.config import PluginConfig
+from trainkit.plugins.registry import PARTS, HookClass, Settings, get_hooks, get_part, get_trainer
 
 
-def name_of(entry: str | PluginConfig) -> str:
+def name_of(entry: str | Settings) -> str:
     """Return the name, in lower case, of the plugin that an entry of `plugins` or `train.trackers` names."""
     return (entry if isinstance(entry, str) else entry.name).lower()
 
@@ -62,7 +59,7 @@ def _call(name: str, made: Any, method: str, *arguments: Any) -> Any:
         raise PluginError(f"{method} of the plugin {name!r} failed: {said(error)}") from error
 
 
-def hook_manager(plugins: Iterable[str | PluginConfig], objects: Iterable[object]) -> HookManager:
+def hook_manager(plugins: Iterable[str | Settings], objects: Iterable[object]) -> HookManager:
     """Return a manager with the hooks of the named plugins and of plain objects (callbacks, trackers).
 
     If a class with hooks is registered under the name of a plugin, an object of it is made; otherwise the hooks of the
@@ -116,7 +113,7 @@ def check_plugin(name: str, kind: str) -> None:
         hook_manager([name], [])
 
 
-def _make(hooks: HookClass, entry: str | PluginConfig, label: str) -> Any:
+def _make(hooks: HookClass, entry: str | Settings, label: str) -> Any:
     """Return an object of the class, with the settings of ``entry``, or with the default ones if it is a name.
 
     Raises:

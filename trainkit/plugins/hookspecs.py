@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import pluggy
-
-if TYPE_CHECKING:
-    from trainkit.data import Batch, Rollouts
-    from trainkit.rollouts import Sampler
-    from trainkit.trainer.loop import AcceleratedLoop
-
-    Trainer = AcceleratedLoop[Any]
 
 PROJECT = "trainkit"
 """The name of pluggy's project."""
@@ -20,6 +13,42 @@ PROJECT = "trainkit"
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 """Marks a function or method as an implementation of the hook of its name."""
+
+
+class Trainer(Protocol):
+    """The trainer of a run, as all hooks know it."""
+
+    config: Any
+    """The configuration, a `trainkit.TRLConfig`."""
+    run_dir: Path | None
+    """The directory of the run."""
+    progress: Any
+    """How far the run is: ``step``, ``seconds``, ``samples``, ``tokens``."""
+
+    def stop(self, reason: str) -> None:
+        """End the run after this step."""
+
+
+class Batch(Protocol):
+    """Experience: a `trainkit.Batch`."""
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+
+
+class Rollouts(Protocol):
+    """Prompts and responses: `trainkit.Rollouts`."""
+
+    rows: list[dict[str, Any]]
+    prompts: list[str]
+    outputs: list[str]
+
+
+class Sampler(Protocol):
+    """Makes rollouts: a `trainkit.rollouts.Sampler`."""
+
+    def __call__(self, rows: Any, **settings: Any) -> Any:
+        """Return the rollouts of rows."""
 
 
 @hookspec

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
+from typing import Any, Protocol, TypeVar, cast, overload
 
 from trainkit.errors import PluginError, RegistryError, describe, suggest
 from trainkit.plugins.contract import fault
@@ -40,11 +40,17 @@ from trainkit.plugins.discovery import (
 )
 from trainkit.plugins.hookspecs import PROJECT
 
-if TYPE_CHECKING:
-    from trainkit.config import MethodConfig, PluginConfig
-    from trainkit.trainer.accelerate import AccelerateRLTrainer
-
 C = TypeVar("C", bound=type)
+
+
+class Settings(Protocol):
+    """The settings of a plugin: a `trainkit.PluginConfig`."""
+
+    def __init__(self, **fields: Any) -> None: ...
+
+    @property
+    def name(self) -> str:
+        """The name of the plugin."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ class HookClass:
 
     made: type
     """The class."""
-    settings: type[PluginConfig] | None
+    settings: type[Any] | None
     """The class of its settings, derived from `trainkit.config.PluginConfig`; None if it has no settings."""
     tracker: bool
     """Whether it is a tracker, which `train.trackers` names; other hooks are named in `plugins`."""
@@ -65,7 +71,7 @@ class PartClass:
 
     made: type[Any]
     """The class."""
-    settings: type[PluginConfig] | None
+    settings: type[Any] | None
     """The class of its settings, derived from `trainkit.config.PluginConfig`; None if it has no settings."""
 
 
@@ -181,7 +187,7 @@ def _check_name(what: str, name: str, cls: type, taken: type | None) -> None:
         )
 
 
-def get_trainer(name: str) -> type[AccelerateRLTrainer[Any]]:
+def get_trainer(name: str) -> type[Any]:
     """Return the trainer class registered as ``name`` (case-insensitive); import its plugin if necessary.
 
     Raises:
@@ -193,7 +199,7 @@ def get_trainer(name: str) -> type[AccelerateRLTrainer[Any]]:
         _check_usable("trainer", key, _TRAINERS[key], TRAINER)
     else:
         _load(key, _TRAINERS, TRAINER)
-    return cast("type[AccelerateRLTrainer[Any]]", _TRAINERS[key])
+    return _TRAINERS[key]
 
 
 def _check_usable(what: str, key: str, cls: type, *kinds: str) -> None:
@@ -204,7 +210,7 @@ def _check_usable(what: str, key: str, cls: type, *kinds: str) -> None:
         raise PluginError(f"the {what} {key!r} is disabled by {by}")
 
 
-def get_method_class(name: str) -> type[MethodConfig]:
+def get_method_class(name: str) -> type[Any]:
     """Return the class of a method's settings (case-insensitive name); import no more than is necessary for it.
 
     It is read from the submodule ``config`` of the plugin's package, if there is one that has it. Otherwise the plugin
@@ -215,10 +221,11 @@ def get_method_class(name: str) -> type[MethodConfig]:
     """
     key = name.lower()
     alone = None if key in _TRAINERS else settings_alone(key)
-    return get_trainer(name).method_class if alone is None else alone
+    method_class: type[Any] = get_trainer(name).method_class if alone is None else alone
+    return method_class
 
 
-def settings_alone(name: str) -> type[MethodConfig] | None:
+def settings_alone(name: str) -> type[Any] | None:
     """Return the class of a method's settings from the submodule ``config`` of its plugin's package, if that has it.
 
     Raises:
@@ -230,7 +237,7 @@ def settings_alone(name: str) -> type[MethodConfig] | None:
         module = import_settings(find_plugin(name, kinds=[TRAINER]))
     for found in vars(module).values() if module else ():
         if isinstance(found, type) and _method_name(found) == name:
-            return cast("type[MethodConfig]", found)
+            return found
     return None
 
 
@@ -321,7 +328,7 @@ def available_trainers() -> list[str]:
 # --------------------------------------------------------------------------------------------- engines and shardings
 
 
-def register_engine(name: str, settings: type[PluginConfig] | None = None) -> Callable[[C], C]:
+def register_engine(name: str, settings: type[Settings] | None = None) -> Callable[[C], C]:
     """Register a generation engine, which a run names in `rollout.engine`: ``@register_engine("mine", MyConfig)``.
 
     Names are case-insensitive.
@@ -337,7 +344,7 @@ def register_engine(name: str, settings: type[PluginConfig] | None = None) -> Ca
     return lambda cls: _register_part(ENGINES, cls, name.lower(), settings)
 
 
-def register_sharding(name: str, settings: type[PluginConfig] | None = None) -> Callable[[C], C]:
+def register_sharding(name: str, settings: type[Settings] | None = None) -> Callable[[C], C]:
     """Register a way to divide the model, which a run names in `train.sharding`: ``@register_sharding("mine", Mine)``.
 
     Names are case-insensitive.
@@ -353,7 +360,7 @@ def register_sharding(name: str, settings: type[PluginConfig] | None = None) -> 
     return lambda cls: _register_part(SHARDINGS, cls, name.lower(), settings)
 
 
-def _register_part(part: Part, cls: C, name: str, settings: type[PluginConfig] | None) -> C:
+def _register_part(part: Part, cls: C, name: str, settings: type[Settings] | None) -> C:
     fault, base = "", part.base.replace(":", ".")
     if not issubclass(cls, _at(part.base)):
         fault = f"it does not derive from {base}"
@@ -420,7 +427,7 @@ def available_parts(part: Part) -> list[str]:
 # -------------------------------------------------------------------------------------------------------- hooks
 
 
-def register_hooks(name: str, settings: type[PluginConfig] | None = None) -> Callable[[C], C]:
+def register_hooks(name: str, settings: type[Settings] | None = None) -> Callable[[C], C]:
     """Register a class with hooks: ``@register_hooks("early_stop", EarlyStopConfig)``.
 
     A run that names it in `plugins` makes one object of the class, with the settings as its only argument, or without
@@ -437,7 +444,7 @@ def register_hooks(name: str, settings: type[PluginConfig] | None = None) -> Cal
     return lambda cls: _register_hooks(cls, name.lower(), settings, tracker=False)
 
 
-def register_tracker(name: str, settings: type[PluginConfig] | None = None) -> Callable[[C], C]:
+def register_tracker(name: str, settings: type[Settings] | None = None) -> Callable[[C], C]:
     """Register a tracker: a class with hooks, `log_metrics` among them, which a run names in `train.trackers`.
 
     Its hooks are called on the main process only. Otherwise like `register_hooks`.
@@ -452,7 +459,7 @@ def register_tracker(name: str, settings: type[PluginConfig] | None = None) -> C
     return lambda cls: _register_hooks(cls, name.lower(), settings, tracker=True)
 
 
-def _register_hooks(cls: C, name: str, settings: type[PluginConfig] | None, *, tracker: bool) -> C:
+def _register_hooks(cls: C, name: str, settings: type[Settings] | None, *, tracker: bool) -> C:
     if fault := _fault(cls, settings, tracker):
         raise RegistryError(f"{cls.__qualname__} cannot be registered as {name!r}: {fault}")
     taken = _HOOKS.get(name)
@@ -461,7 +468,7 @@ def _register_hooks(cls: C, name: str, settings: type[PluginConfig] | None, *, t
     return cls
 
 
-def _fault(cls: type, settings: type[PluginConfig] | None, tracker: bool) -> str:
+def _fault(cls: type, settings: type[Settings] | None, tracker: bool) -> str:
     """Return why the class cannot be registered with its settings; empty if it can."""
     hooks = hooks_of(cls)
     if not hooks:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from trainkit.errors import ConfigError, RegistryError
 from trainkit.plugins.discovery import BUILT_IN, CORE, RESERVED, discover
+from trainkit.version import __version__
 
 TEMPLATES = Path(__file__).parent / "_templates"
 LONGEST = 64
@@ -138,8 +139,6 @@ def _requirement() -> str:
 
     Removing something raises the minor number, and from 1.0 on the major number.
     """
-    from trainkit import __version__
-
     major, minor = (int(number) for number in __version__.split(".")[:2])
     return f"{CORE}>={major}.{minor},<{f'{major}.{minor + 1}' if major == 0 else major + 1}"
 

@@ -29,6 +29,7 @@ from trainkit.data.batches import BATCH_CLASSES, check_fields, shown
 from trainkit.errors import CheckpointError, describe
 from trainkit.models.reference import fingerprint
 from trainkit.security import hidden, is_secret
+from trainkit.version import __version__
 
 log = logging.getLogger(__name__)
 
@@ -282,8 +283,6 @@ def commit(building: Path, step: int, keep: int) -> Path:
     """
     root, target = building.parent, path_of(building.parent, step)
     files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(building.iterdir())}
-    from trainkit import __version__
-
     libraries = {name: version(name) for name in ("torch", "transformers", "accelerate", "safetensors")}
     manifest = {"schema": SCHEMA, "step": step, "libraries": {"trainkit": __version__, **libraries}, "files": files}
     manifest["sha256"] = _manifest_sha256(manifest)

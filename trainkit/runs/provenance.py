@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from trainkit.plugins import PluginInfo
 from trainkit.plugins.discovery import CORE, find_installed
+from trainkit.version import __version__
 
 LIBRARIES = (
     "torch", "transformers", "accelerate", "datasets", "peft", "tokenizers", "safetensors", "pydantic", "pluggy",
@@ -25,8 +26,6 @@ def makers(method: str, named: Iterable[str]) -> list[Maker]:
     A method that is not among ``named`` is registered by a notebook or a script, not by a distribution; so is a plugin
     that is not installed.
     """
-    from trainkit import __version__
-
     found: list[Maker] = [{"name": "trainkit", "distribution": CORE, "version": __version__}]
     plugins: dict[str, PluginInfo | None] = {name: find_installed(name) for name in map(str.lower, named)}
     if method not in plugins:

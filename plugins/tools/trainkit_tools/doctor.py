@@ -15,6 +15,7 @@ import typer
 from trainkit.cli.console import mark
 from trainkit.errors import DataError, printable
 from trainkit.security import without_logins
+from trainkit.version import __version__
 
 Facts = dict[str, dict[str, Any]]
 """Values by group and name. The group ``checks`` has an empty text for each check that passes, and else what fails."""
@@ -106,7 +107,6 @@ def _memory() -> str:
 
 
 def _versions() -> dict[str, str]:
-    from trainkit import __version__
     from trainkit.runs.provenance import library_versions
 
     return {"trainkit": __version__, **library_versions()}
