@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     )
     from trainkit.trainer.accelerate import AccelerateRLTrainer
     from trainkit.trainer.base import BaseRLTrainer, Verdict
+    from trainkit.trainer.collect import Collector
     from trainkit.trainer.loop import AcceleratedLoop
     from trainkit.trainer.sharding import Sharding
 
@@ -43,6 +44,7 @@ _HOMES = {
     "AcceleratedLoop": "trainkit.trainer.loop",
     "BaseRLTrainer": "trainkit.trainer.base",
     "Batch": "trainkit.data.batches",
+    "Collector": "trainkit.trainer.collect",
     "EngineEntry": "trainkit.config.entries",
     "EvalMetric": "trainkit.config.base",
     "GroupSize": "trainkit.config.base",
@@ -77,6 +79,7 @@ __all__ = [
     "AcceleratedLoop",
     "BaseRLTrainer",
     "Batch",
+    "Collector",
     "EngineEntry",
     "EvalMetric",
     "GroupSize",
