@@ -23,7 +23,7 @@ WINGS = {"trainkit_migrate", "trainkit_report", "trainkit_sweep", "trainkit_tool
 """Commands of trainkit in distributions of their own. They are released with the core, and read more of it than
 plugins may."""
 SPINE = (
-    "security", "errors", "version", "plain", "functional", "metrics", "seeding", "charts",  # the ground
+    "security", "errors", "version", "plain", "functional", "metrics", "seeding", "tables",  # the ground
     "plugins", "config", "data", "models", "rollouts", "runs", "trainer", "testing",
     "api", "examples", "cli",
     "__init__",  # the public names
