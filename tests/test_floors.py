@@ -29,7 +29,7 @@ SPINE = (
     "__init__",  # the public names
 )  # fmt: skip
 """The rooms, files and folders directly under ``trainkit/``: each imports only rooms that stand before it."""
-ARROWS = 60
+ARROWS = 61
 """Arrows of imports that run when a module is loaded, at most."""
 HEAVY = {"torch": "functional", "transformers": "data", "safetensors": "models", "accelerate": "models", "typer": "cli"}
 """Third-party packages, and the first room of the spine that may import them when it is loaded."""
