@@ -64,7 +64,7 @@ class History(Mapping[str, dict[int, float]]):
                 ``reward/mean``, ``loss/total`` and ``policy/kl``.
 
         Raises:
-            ConfigError: there is no metric of a name, or none yet.
+            ConfigError: there is no metric of a name, or none yet; or matplotlib is not installed.
         """
         for name in names:
             if name not in self:
@@ -74,7 +74,12 @@ class History(Mapping[str, dict[int, float]]):
         chosen = list(dict.fromkeys(names or [name for name in usual if name is not None]))
         if not chosen:
             raise ConfigError("there are no metrics yet to plot; train first")
-        from matplotlib import pyplot
+        try:
+            from matplotlib import pyplot
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                "plots are drawn by matplotlib, which is not installed; run 'pip install matplotlib'"
+            ) from (error)
 
         figure, axes = pyplot.subplots(len(chosen), squeeze=False, layout="constrained", figsize=(6, 2.5 * len(chosen)))
         for axis, name in zip(axes.flat, chosen, strict=True):
