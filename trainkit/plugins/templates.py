@@ -56,17 +56,13 @@ class Names:
                 f"a plugin cannot be called {given!r}; use English letters, digits, and single hyphens or underscores "
                 f"between them, beginning with a letter, at most {LONGEST} characters: my-algo"
             )
-        if plugin in RESERVED:
-            raise ConfigError(
-                f"a plugin cannot be called {given!r}, which is a command of `trainkit config`; choose another name"
-            )
-        if keyword.iskeyword(plugin):
-            raise ConfigError(f"a plugin cannot be called {given!r}, which is a keyword of Python; choose another name")
-        if (read := yaml.safe_load(plugin)) != plugin:
-            raise ConfigError(
-                f"a plugin cannot be called {given!r}, which a configuration would read as {read!r}; "
-                "choose another name"
-            )
+        for is_taken, by in (
+            (plugin in RESERVED, "is a command of `trainkit config`"),
+            (keyword.iskeyword(plugin), "is a keyword of Python"),
+            ((value := yaml.safe_load(plugin)) != plugin, f"a configuration would read as {value!r}"),
+        ):
+            if is_taken:
+                raise ConfigError(f"a plugin cannot be called {given!r}, which {by}; choose another name")
         if plugin.startswith("trainkit_"):
             raise ConfigError(
                 f"given {given!r}; 'trainkit-' is put before the name automatically: "
