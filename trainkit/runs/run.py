@@ -49,7 +49,7 @@ from trainkit.runs.progress import Progress
 from trainkit.runs.record import STARTS
 from trainkit.runs.resharding import divided_like, own_rows
 from trainkit.runs.saving import METHOD, PARTS, identity, trained
-from trainkit.runs.stopping import lost, signals_noted, watched
+from trainkit.runs.stopping import Interrupted, lost, signals_noted, watched
 from trainkit.runs.symptoms import Finding
 from trainkit.runs.trackers import default_trackers
 from trainkit.security import file_name
@@ -110,11 +110,15 @@ def running(trainer: RunView) -> Iterator[None]:
     _lock(trainer, trainer.run_dir)  # an earlier run of the same trainer has released it
     trainer.run_state.clock = time.perf_counter()
     trainer.last_step.forget()  # an earlier run may have ended with an error
-    stop, config = trainer.run_state.stop, trainer.config.train
+    noted, config = trainer.run_state.stop, trainer.config.train
     limit = config.timeout if trainer.parallel.world > 1 else None
     try:
-        with without_progress_bars(), signals_noted(stop, bool(config.save_interval)), watched(stop, limit):
-            yield
+        with without_progress_bars(), signals_noted(noted, bool(config.save_interval)), watched(noted, limit):
+            try:
+                yield
+            except Interrupted:
+                trainer.last_step.restore()
+                stop(trainer, requests(trainer)[0])
     except BaseException as error:
         saving.save_after_error(trainer, error)
         if trainer.collector.ahead is not None:

@@ -163,7 +163,10 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         self.sharing = PromptSharing(self, models, parallel, self.updater, self.progress)
         """Whether rows with the same prompt run it once."""
         self.collector: RolloutCollector = RolloutCollector(
-            *self._parts_of_collector(),
+            self,
+            self,
+            self.inference,
+            self._before_offloading,
             sampling=self.sampling,
             scoring=self.scoring,
             sharing=self.sharing,
@@ -174,7 +177,13 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         )
         """What fills the store."""
         self.evaluator: RolloutEvaluator = RolloutEvaluator(
-            *self._parts_of_evaluator(), text=self.text, sampling=self.sampling, scoring=self.scoring
+            self,
+            self,
+            self.inference,
+            self._sampling_model,
+            text=self.text,
+            sampling=self.sampling,
+            scoring=self.scoring,
         )
         """What measures the model."""
         self.correction = Correction(

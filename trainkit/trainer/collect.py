@@ -25,17 +25,14 @@ from trainkit.trainer import dynamic
 from trainkit.trainer.ahead import AsyncCollector
 from trainkit.trainer.base import BaseRLTrainer, overridden
 from trainkit.trainer.collection import Collection
-from trainkit.trainer.minibatches import LastStep, Passes
+from trainkit.trainer.minibatches import Passes
 from trainkit.trainer.offloading import ReferenceOffloading
-from trainkit.trainer.plan import Plan
-from trainkit.trainer.recording import Recorder
 from trainkit.trainer.returns import checked_batch
 from trainkit.trainer.sampling import Sampling
 from trainkit.trainer.scoring import Scored, Scoring
 from trainkit.trainer.settings import changed_settings
 from trainkit.trainer.sharing import PromptSharing
 from trainkit.trainer.trunk import TrunkCache
-from trainkit.trainer.update import Updater
 
 MAX_EMPTY_COLLECTIONS = 3
 """Collections in a row without a usable score, with which a run ends."""
@@ -49,13 +46,8 @@ class Collector:
     Args:
         algorithm: makes and prepares experience.
         run: the run, whose store is filled, and which may be asked to end or to save within a collection.
-        plan: how many rows a collection has.
-        updater: knows whether a state is that of a finished step.
-        passes: which rows make up a minibatch.
-        last_step: the state to return to after an error.
-        recorder: the metrics of collections.
-        offloading: moves the reference to the CPU after it has made experience.
         inference: returns a context in which the model is run without gradient.
+        before_offloading: called before the reference is moved to the CPU, to do what reads it later.
 
     Raises:
         ConfigError: settings of how responses are sampled do not suit the algorithm.
@@ -65,18 +57,16 @@ class Collector:
         self,
         algorithm: BaseRLTrainer[Any],
         run: RunView,
-        plan: Plan,
-        updater: Updater,
-        passes: Passes,
-        last_step: LastStep,
-        recorder: Recorder,
-        offloading: ReferenceOffloading,
         inference: Callable[[], AbstractContextManager[None]],
+        before_offloading: Callable[[], object],
     ) -> None:
-        self.algorithm, self.run = algorithm, run
-        self.parallel, self.progress, self.store = run.parallel, run.progress, run.store
-        self.plan, self.updater, self.passes, self.last_step = plan, updater, passes, last_step
-        self.recorder, self.offloading, self._inference = recorder, offloading, inference
+        self.algorithm, self.run, self._inference = algorithm, run, inference
+        self.parallel, self.progress, self.store, self.plan = run.parallel, run.progress, run.store, run.plan
+        self.updater, self.recorder, self.last_step = run.updater, run.recorder, run.last_step
+        self.passes = Passes(algorithm, run.plan, run.store, run.parallel, run.progress, run.last_step)
+        """Which rows make up a minibatch."""
+        self.offloading = ReferenceOffloading(algorithm, run.plan, run.models, before_offloading)
+        """What moves the reference to the CPU after it has made experience."""
         self.collection = Collection()
         """The collection that is trained on, or made for it."""
         self.ahead: AsyncCollector | None = None
@@ -170,20 +160,23 @@ class Collector:
         at = self.progress
         self.collection = Collection(at.collection, at.collection, at.cursor)
         self.run.models.build()  # all processes together, also one that samples nothing
+        drops = self.config.reward.on_nonfinite == "drop_row"
         with self._inference():
             self.push_experience()
             at.taken, at.prompts = self.collection.taken, self.collection.prompts
-            if self.in_steps:
-                return
-            drops = self.config.reward.on_nonfinite == "drop_row"
-            if len(self.store) or not drops:
+            if not self.in_steps and (len(self.store) or not drops):
                 self.updater.changing = True
                 with self.run.run_state.stop.interruptible(False):
                     self.prepare()
                 self.updater.changing = False
         if drops:
             self._count_unusable()
-        at.samples += len(self.store) * self.parallel.world
+        if not self.in_steps:
+            at.samples += len(self.store) * self.parallel.world
+        self.filled()
+
+    def filled(self) -> None:
+        """Do what follows when all rows of a collection are made or promised."""
 
     def push_experience(self) -> None:
         """Push the experience of one collection to the store, or promise it."""
@@ -399,9 +392,8 @@ class RolloutCollector(Collector):
         """Take over the progress of a run that was resumed."""
         self.sharing.apply()
 
-    def fill(self) -> None:
-        """Fill the store with one collection of experience; log once per run if equal scores teach nothing."""
-        super().fill()
+    def filled(self) -> None:
+        """Record the calls of the reward function; log once per run if equal scores teach nothing."""
         self.scoring.record_collection(self.collection)
         self.trunk.rows = 0
 
@@ -469,18 +461,21 @@ class RolloutCollector(Collector):
         Raises:
             TrainkitError: that of a process whose reward function or environment has failed; raised on all processes.
         """
-        scored = self._scored(parts)
-        yield from self.scoring.clipped(list(scored)) if self.config.reward.on_nonfinite == "clip" else scored
-
-    def _scored(self, parts: list[list[Row]]) -> Iterator[Scored]:
+        clipped = list[Scored]() if self.config.reward.on_nonfinite == "clip" else None
         if self._samples_as_usual():  # the engine can begin with what several calls of `sample` will ask
             self.sampling.begin([rows for rows in parts if rows], self.current.seen)
         for rows in parts:
             self.stop_if_asked()
             scored = self.parallel.sync_errors(partial(self._scored_here, rows))
-            if scored is not None:
+            if scored is None:
+                continue
+            if clipped is None:
                 yield scored
+            else:
+                clipped.append(scored)
         self.scoring.agree_on_names()
+        if clipped is not None:
+            yield from self.scoring.clipped(clipped)
 
     def _scored_here(self, rows: list[Row]) -> Scored | None:
         """Sample and score rows, if there are any, unless the run is asked to end."""

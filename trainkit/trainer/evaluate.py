@@ -19,8 +19,6 @@ from trainkit.rollouts import Record, means, measure
 from trainkit.runs import run
 from trainkit.runs.view import RunView
 from trainkit.seeding import placed
-from trainkit.trainer.collect import Collector
-from trainkit.trainer.plan import Plan
 from trainkit.trainer.returns import checked_batch
 from trainkit.trainer.sampling import Sampling
 from trainkit.trainer.scoring import Scoring
@@ -33,8 +31,6 @@ class Evaluator:
     Args:
         algorithm: has the prompts and samples, and evaluates on prompts.
         run: the run; hooks get the metrics.
-        plan: when the run is done.
-        collector: its updater measures the loss.
         inference: returns a context in which the model is run without gradient.
         sampling_model: returns a context in which every process samples with the model.
 
@@ -46,13 +42,11 @@ class Evaluator:
         self,
         algorithm: Any,
         run: RunView,
-        plan: Plan,
-        collector: Collector,
         inference: Callable[[], AbstractContextManager[None]],
         sampling_model: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self.algorithm, self.run, self.plan = algorithm, run, plan
-        self.collector, self.updater, self.recorder = collector, collector.updater, collector.recorder
+        self.algorithm, self.run, self.plan = algorithm, run, run.plan
+        self.collector, self.updater, self.recorder = run.collector, run.updater, run.recorder
         self._inference, self._sampling_model = inference, sampling_model
         self.held_out: Batch | None = None
         """The experience of the held-out samples, made at the first evaluation."""
@@ -139,7 +133,8 @@ class Evaluator:
 
         def measured(micro: Batch) -> m.Metrics:
             self.run.run_state.stop.progressed()
-            return self.updater.measure(micro.to(self.run.parallel.device))[1]
+            measures: m.Metrics = self.updater.measure(micro.to(self.run.parallel.device))[1]
+            return measures
 
         metrics = m.merge(*self.updater.each_together(self.updater.micro_batches(experience), measured))
         return {f"eval/{name}": value for name, value in m.compute(metrics, self.run.parallel.reduce).items()}

@@ -35,16 +35,14 @@ from trainkit.runs.history import History, overview
 from trainkit.runs.parallel import Parallel
 from trainkit.runs.progress import Progress
 from trainkit.runs.record import first_start
-from trainkit.runs.stopping import Interrupted
 from trainkit.runs.view import RunState
 from trainkit.trainer import offloading, optim
 from trainkit.trainer.base import BaseRLTrainer, overridden
 from trainkit.trainer.collect import Collector
 from trainkit.trainer.evaluate import Evaluator
 from trainkit.trainer.launch import default_precision, make_accelerator
-from trainkit.trainer.minibatches import LastStep, Passes
+from trainkit.trainer.minibatches import LastStep
 from trainkit.trainer.models import Models
-from trainkit.trainer.offloading import ReferenceOffloading
 from trainkit.trainer.plan import Plan
 from trainkit.trainer.recording import Recorder
 from trainkit.trainer.returns import checked_batch, checked_metrics
@@ -160,22 +158,15 @@ class AcceleratedLoop(BaseRLTrainer[M]):
 
     def _make_parts(self) -> None:
         """Make the parts that depend on the kind of model."""
-        self.collector = Collector(*self._parts_of_collector())
+        self.collector = Collector(self, self, self.inference, self._before_offloading)
         """What fills the store."""
-        self.evaluator = Evaluator(*self._parts_of_evaluator())
+        self.evaluator = Evaluator(self, self, self.inference, self._sampling_model)
         """What measures the model."""
 
-    def _parts_of_collector(self) -> tuple[Any, ...]:
-        def before() -> None:
-            self.evaluator.prepare_held_out()
-            self.start  # noqa: B018  (checkpoints have its fingerprint, which reads all weights)
-
-        passes = Passes(self, self.plan, self.store, self.parallel, self.progress, self.last_step)
-        moved = ReferenceOffloading(self, self.plan, self.models, before)
-        return self, self, self.plan, self.updater, passes, self.last_step, self.recorder, moved, self.inference
-
-    def _parts_of_evaluator(self) -> tuple[Any, ...]:
-        return self, self, self.plan, self.collector, self.inference, self._sampling_model
+    def _before_offloading(self) -> None:
+        """Make what reads the reference later."""
+        self.evaluator.prepare_held_out()
+        self.start  # noqa: B018  (checkpoints have its fingerprint, which reads all weights)
 
     def _choose_reference(self, live: Any) -> Any:
         """Return the live reference, or what the configuration names as the reference; None if neither is given.
@@ -363,35 +354,35 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         if self.config.train.save_best and not (self.eval_rows or self.eval_samples) and self.parallel.is_main:
             log.warning("train.save_best has no effect without evaluations; give eval_prompts or eval_samples")
         with run.running(self):
-            try:
-                if not run.finished(self):
-                    self._learn()
-            except Interrupted:
-                self.last_step.restore()
-                run.stop(self, run.requests(self)[0])
+            if not run.finished(self):
+                self._evaluate_at_start()
+                for batch in self.collector.minibatches():
+                    self._train_on(batch)
+                    if not self._observe():
+                        break
+                else:
+                    if self.progress.unusable:  # the last collections had no step, at whose end this would be done
+                        self.evaluator.evaluate_if(self.evaluator.missing)
+                        saving.save_if_due(self, self.done)
+                run.export(self)
         hub.push_at_end(self)
 
-    def _learn(self) -> None:
-        """Train and export."""
+    def _evaluate_at_start(self) -> None:
+        """Evaluate before the first step, or after that of a checkpoint if an error had prevented it."""
         if self.progress.step == 0 and not self.total_steps and self.parallel.is_main:
             log.warning("train.total_steps is 0: nothing is trained, and the model is exported as it is")
         self.evaluator.evaluate_if(self.evaluator.missing)
-        for batch in self.collector.minibatches():
-            self._train_on(batch)
-            self.evaluator.evaluate_if(self.evaluator.due)
-            if run.ends_early(self):
-                self.evaluator.evaluate_if(self.progress.evaluated != self.progress.step)
-            signum, saves = run.requests(self)
-            saving.save_if_due(self, self.done, asked=saves)
-            if self.done:
-                break
-            if signum:
-                run.stop(self, signum)
-        else:
-            if self.progress.unusable:  # the last collections had no step, at whose end this would be done
-                self.evaluator.evaluate_if(self.evaluator.missing)
-                saving.save_if_due(self, self.done)
-        run.export(self)
+
+    def _observe(self) -> bool:
+        """Evaluate and save after a step, if that is due; return whether the run goes on."""
+        self.evaluator.evaluate_if(self.evaluator.due)
+        if run.ends_early(self):
+            self.evaluator.evaluate_if(self.progress.evaluated != self.progress.step)
+        signum, saves = run.requests(self)
+        saving.save_if_due(self, self.done, asked=saves)
+        if signum and not self.done:
+            run.stop(self, signum)
+        return not self.done
 
     def _train_on(self, batch: Batch) -> None:
         started = time.perf_counter()

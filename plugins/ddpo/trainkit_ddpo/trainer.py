@@ -230,7 +230,7 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
 
     def _make_parts(self) -> None:
         super()._make_parts()
-        self.collector = ImageCollector(*self._parts_of_collector())
+        self.collector = ImageCollector(self, self, self.inference, self._before_offloading)
 
     def begin_scoring(self) -> None:
         """Begin a collection, of which nothing is scored yet."""
