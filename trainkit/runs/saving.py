@@ -253,16 +253,16 @@ def _bytes(trainer: RunView) -> int:
     """Return about how many bytes a checkpoint has: the trained weights and the optimizer's state, of all processes."""
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     state = (value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor))
-    own = sum(local(tensor).nbytes for tensor in (*trained(trainer.unwrapped).values(), *state))
-    return own * (trainer.parallel.world if trainer.sharding.divides else 1)
+    here = sum(local(tensor).nbytes for tensor in (*trained(trainer.unwrapped).values(), *state))
+    return here * (trainer.parallel.world if trainer.sharding.divides else 1)
 
 
 def _states_differ(trainer: RunView) -> bool:
     """Return whether the state of the algorithm is not the same on all processes."""
     if trainer.parallel.world == 1:
         return False
-    own = trainer.parallel.sync_errors(lambda: checkpoint.digest(trainer.state_dict()))
-    return len(set(trainer.gather([own]))) > 1
+    digest = trainer.parallel.sync_errors(lambda: checkpoint.digest(trainer.state_dict()))
+    return len(set(trainer.gather([digest]))) > 1
 
 
 def _parts(trainer: RunView, put: Callable[[str, checkpoint.State], object], apart: bool) -> None:

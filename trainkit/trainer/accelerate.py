@@ -229,8 +229,8 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
 
     def _finish(self, policy: Any) -> None:
         """Check a new policy, and set what it needs to know of the run."""
-        own = getattr(self.live_model, "v_head", None)
-        if own is not None and getattr(policy, "value_head", None) is not own:
+        head = getattr(self.live_model, "v_head", None)
+        if head is not None and getattr(policy, "value_head", None) is not head:
             log.warning("%s trains no value head; the live model's stays as it is", self.config.method.name)
         path = self.config.model.model_path if self.live_model is None else None
         if isinstance(policy, Policy) and isinstance(path, str) and has_score_head(Path(path)):
@@ -393,8 +393,8 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
     @property
     def fingerprints(self) -> Fingerprints:
         """Fingerprints of the data, the tokenizer and the environment."""
-        made = {} if self.environment is None else {"the environment": of_maker(self.environment)}
-        return {**super().fingerprints, "the tokenizer": self._tokenizer_seen, **made}
+        environment = {} if self.environment is None else {"the environment": of_maker(self.environment)}
+        return {**super().fingerprints, "the tokenizer": self._tokenizer_seen, **environment}
 
     @cached_property
     def _tokenizer_seen(self) -> str:

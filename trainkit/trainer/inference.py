@@ -93,8 +93,8 @@ class Tried:
         config = getattr(self.trainer.unwrapped.model, "generation_config", None)
         if self.source.run is not None or not getattr(config, "do_sample", None):
             return {}
-        found = {name: getattr(config, name, None) for name in ITS_OWN}
-        return {name: value for name, value in found.items() if value is not None}
+        settings = {name: getattr(config, name, None) for name in ITS_OWN}
+        return {name: value for name, value in settings.items() if value is not None}
 
 
 def load(
@@ -155,10 +155,10 @@ def load(
 IMAGES = "Load it with diffusers: DiffusionPipeline.from_pretrained(path)(prompt).images"
 
 
-def _scores(given: str) -> str:
+def _scores(name: str) -> str:
     """Return what can be done with a model that scores text."""
     return (
-        f"{given!r} is a reward model, which scores text and writes none. Score text with "
+        f"{name!r} is a reward model, which scores text and writes none. Score text with "
         "trainkit.RewardModel.from_pretrained(path), give that as reward_fn in training, or evaluate the model on "
         "eval_samples"
     )
@@ -278,15 +278,17 @@ def respond(
     trainer, settings = tried.trainer, tried.settings
     if best_of is not None:
         check_best(best_of, samples_per_prompt, None, settings, scored=trainer.scoring.available)
-    given = prompt_rows(prompts)
-    rows = placed(written_prompts(given, trainer.tokenizer))
+    asked = prompt_rows(prompts)
+    rows = placed(written_prompts(asked, trainer.tokenizer))
     queries = [trainer.text.encode(row["prompt"], f"prompt {index}") for index, row in enumerate(rows)]
     repeated = [index for index in range(len(rows)) for _ in range(best_of or samples_per_prompt)]
-    own = trainer.sampling.seeds([rows[index] for index in repeated], "generate")
-    size, seeds = trainer.config.rollout.batch_size, [turn_seed(seed, 0) for seed in own]
+    row_seeds = trainer.sampling.seeds([rows[index] for index in repeated], "generate")
+    size, seeds = trainer.config.rollout.batch_size, [turn_seed(seed, 0) for seed in row_seeds]
     with trainer.sampling.ready():
         if best_of is not None:
-            yield from _best(tried, given, [rows[index] for index in repeated], own, best_of, samples_per_prompt, first)
+            yield from _best(
+                tried, asked, [rows[index] for index in repeated], row_seeds, best_of, samples_per_prompt, first
+            )
             return
         for start in range(first, len(repeated), size):
             part = repeated[start : start + size]
@@ -298,22 +300,22 @@ def respond(
                 seeds[start : start + size],
             )
             for index, output, ended in zip(part, rollouts.outputs, rollouts.terminated.tolist(), strict=True):
-                yield Response(given[index], output, "stop" if ended else "length")
+                yield Response(asked[index], output, "stop" if ended else "length")
 
 
 def _best(
-    tried: Tried, given: list[Row], rows: list[Row], seeds: list[int], n: int, keep: int, first: int
+    tried: Tried, asked: list[Row], rows: list[Row], seeds: list[int], n: int, keep: int, first: int
 ) -> Iterator[Response]:
-    """Yield the ``keep`` best of ``n`` responses to each prompt of ``given``; ``rows`` has each of them n times."""
+    """Yield the ``keep`` best of ``n`` responses to each prompt of ``asked``; ``rows`` has each of them n times."""
     trainer = tried.trainer
     together = max(trainer.config.rollout.batch_size // n, 1)  # prompts; none has responses in two parts
-    for start in range(first // keep, len(given), together):
+    for start in range(first // keep, len(asked), together):
         part = slice(start * n, (start + together) * n)
         rollouts, scores = trainer.responder.best(rows[part], tried.settings, seeds[part], n, keep)
-        found = zip(rollouts.outputs, rollouts.terminated.tolist(), scores.tolist(), strict=True)
-        for at, (output, ended, score) in enumerate(found, start * keep):
-            if at >= first:
-                yield Response(given[at // keep], output, "stop" if ended else "length", score)
+        responses = zip(rollouts.outputs, rollouts.terminated.tolist(), scores.tolist(), strict=True)
+        for index, (output, ended, score) in enumerate(responses, start * keep):
+            if index >= first:
+                yield Response(asked[index // keep], output, "stop" if ended else "length", score)
 
 
 # ---------------------------------------------------------------------------------------------------------- evaluation
@@ -353,14 +355,15 @@ class Evaluated:
     @property
     def means(self) -> dict[str, Estimate]:
         """The means of the numbers that each response has, by name and swept setting; those of one reward first."""
-        found: dict[str, list[float]] = {}
+        values_of: dict[str, list[float]] = {}
         for record in self.records:
             suffix = f"@{record['setting']}" if "setting" in record else ""
             for name, value in record.items():
                 if isinstance(value, int | float):
-                    found.setdefault(name + suffix, []).append(float(value))
+                    values_of.setdefault(name + suffix, []).append(float(value))
         return {
-            name: Estimate.of(found[name]) for name in sorted(found, key=lambda name: not name.startswith("reward"))
+            name: Estimate.of(values_of[name])
+            for name in sorted(values_of, key=lambda name: not name.startswith("reward"))
         }
 
     def ranked(self) -> list[Measured]:

@@ -436,8 +436,8 @@ class AcceleratedLoop(BaseRLTrainer[M]):
 
         def push() -> None:
             for start in range(0, len(rows), size):
-                made = self.make_experience(rows[start : start + size])
-                self.store.push(checked_batch(self, "make_experience", made))
+                experience = self.make_experience(rows[start : start + size])
+                self.store.push(checked_batch(self, "make_experience", experience))
 
         return self._learn_own(push, passes=1)
 
