@@ -145,7 +145,7 @@ class Replicated(Sharding):
     divides = False
     repeats = True
     masters = True
-    apart = False
+    averages_manually = False
     """Whether processes make the passes of a step without each other."""
 
     def check(self, config: TRLConfig[Any]) -> None:

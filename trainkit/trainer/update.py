@@ -184,7 +184,7 @@ class Updater:
         least, failed = self.parallel.min(most).tolist()
         if failed and not least:
             error = OutOfMemoryError(no_smaller(fault or "on another process"))
-            error.everywhere = True
+            error.on_all_ranks = True
             raise error
         limit.rows = int(least) if least < math.inf else None
         if failed and self.parallel.is_main:
