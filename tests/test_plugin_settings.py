@@ -378,7 +378,7 @@ def test_hooks_of_a_script_need_no_distribution(tmp_path: Path) -> None:
     trainer = tiny_trainer("sft", tmp_path / "run", plugins=["fake-script"], train__total_steps=2)
     trainer.learn()
     assert seen == [1, 2]
-    assert trainer.makers[-1] == {"name": "fake-script", "distribution": None, "version": None}
+    assert trainer.identity.makers[-1] == {"name": "fake-script", "distribution": None, "version": None}
     with discovery.disabled(["fake-script"], "--no-plugin"):
         with pytest.raises(PluginError, match="the plugin 'fake-script' is disabled by --no-plugin"):
             get_hooks("fake-script")

@@ -48,7 +48,7 @@ from trainkit.runs.lock import RunLock
 from trainkit.runs.progress import Progress
 from trainkit.runs.record import STARTS
 from trainkit.runs.resharding import divided_like, own_rows
-from trainkit.runs.saving import METHOD, PARTS, identity, trained
+from trainkit.runs.saving import METHOD, PARTS, trained
 from trainkit.runs.stopping import Interrupted, lost, signals_noted, watched
 from trainkit.runs.symptoms import Finding
 from trainkit.runs.trackers import default_trackers
@@ -228,7 +228,7 @@ def begin(trainer: RunView) -> None:
         return
     config = trainer.config
     name = f"{file_name(config.method.name)}-{datetime.now():%Y%m%d-%H%M%S}"
-    trainer.began  # noqa: B018  (all processes read it together)
+    trainer.identity.began  # noqa: B018  (all processes read it together)
     run_dir = Path(trainer.parallel.on_main(lambda: config.train.run_dir or str(_unused(Path("runs") / name))))
     _lock(trainer, run_dir)
     try:
@@ -289,10 +289,10 @@ def _start(trainer: RunView) -> dict[str, Any]:
     device = trainer.accelerator.device
     return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "began": trainer.began.isoformat(timespec="seconds"),
+        "began": trainer.identity.began.isoformat(timespec="seconds"),
         "step": trainer.progress.step,
         "versions": provenance.library_versions(),
-        "makers": trainer.makers,
+        "makers": trainer.identity.makers,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "processes": trainer.parallel.world,
     }
@@ -309,18 +309,6 @@ def _unused(path: Path) -> Path:
 
 
 # --------------------------------------------------------------------------------------------------- checkpoints
-
-
-def fingerprint_start(trainer: RunView, reference: Any) -> str | None:
-    """Return a fingerprint of the initial weights that checkpoints need and do not contain; None if there are none.
-
-    They are the reference's if it is the model's start, otherwise the frozen ones.
-    """
-    if trainer.needs_reference and trainer.chosen_reference is None:
-        return fingerprint(reference.policy.state_dict())
-    changing = trained(trainer.unwrapped)
-    frozen = {name: tensor for name, tensor in trainer.unwrapped.state_dict().items() if name not in changing}
-    return fingerprint(frozen) if frozen else None
 
 
 def _load_trained(trainer: RunView, state: Mapping[str, Any], loop: Mapping[str, Any]) -> None:
@@ -396,7 +384,7 @@ def load(trainer: RunView, path: Path) -> None:
     path = trainer.parallel.on_main(lambda: _found_at(path))
     state = checkpoint.read_state(path, "loop")
     state |= _own_method(trainer, path, state["processes"])
-    drift = [*_check_identity(trainer, state, path), *provenance.changes(state.get("makers"), trainer.makers)]
+    drift = [*_check_identity(trainer, state, path), *provenance.changes(state.get("makers"), trainer.identity.makers)]
     trainer.run_state.recorded_frozen = state["frozen"]
     trainer.store.clear()
     recorded = state.get("progress", {})
@@ -511,7 +499,7 @@ def _whole_at(path: Path) -> Path:
 
 def _check_identity(trainer: RunView, state: Mapping[str, Any], path: Path) -> list[str]:
     """Return the differences from the run that made a checkpoint; raise a CheckpointError unless they are allowed."""
-    now = identity(trainer)
+    now = trainer.identity.state()
     drift = checkpoint.config_drift(state["config"], now["config"])
     fixed = [line for line in drift if not line.startswith(MAY_CHANGE) or line.startswith(MUST_NOT_CHANGE)]
     if fixed and not trainer.run_state.allow_drift:

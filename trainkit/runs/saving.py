@@ -275,7 +275,7 @@ def _parts(trainer: RunView, put: Callable[[str, checkpoint.State], object], sta
         put(f"store-{rank:05d}", {"experience": trainer.store.experience})
     if trainer.collector.ahead is not None:
         put(f"ahead-{rank:05d}", {"collections": trainer.collector.ahead.state()})
-    loop = {**loop_state(trainer), **identity(trainer)}
+    loop = {**loop_state(trainer), **trainer.identity.state()}
     if states_differ:
         put(f"{METHOD}-{rank:05d}", {"method": loop["method"]})
     if trainer.sharding.keeps_sharded:
@@ -310,18 +310,6 @@ def loop_state(trainer: RunView) -> dict[str, Any]:
         "hooks": trainer.hooks.state_dict(),
         "health": trainer.health.state_dict(),
         **trainer.models.state_dict(),
-    }
-
-
-def identity(trainer: RunView) -> dict[str, Any]:
-    """Return what is compared between a checkpoint and the run that resumes from it."""
-    return {
-        "config": trainer.config.to_dict(),
-        "reference": trainer.start,
-        "frozen": [each.fingerprint for each in trainer.models.frozen],
-        "processes": trainer.parallel.world,
-        "makers": trainer.makers,
-        "data": trainer.fingerprints,
     }
 
 

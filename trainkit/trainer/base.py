@@ -171,18 +171,12 @@ class BaseRLTrainer(ABC, Generic[M]):
         return bool({"reward_fn", "environment"} & {*self.inputs})
 
     @property
+    @abstractmethod
     def passes(self) -> int | None:
         """How many times one collection of experience is iterated over; None: until the run ends.
 
-        Offline algorithms collect once and iterate over the collection ``train.epochs`` times.
+        By default, offline algorithms collect once and iterate over the collection ``train.epochs`` times.
         """
-        return 1 if self.online else self.epochs
-
-    @property
-    def epochs(self) -> int | None:
-        """Passes over the dataset; None: as many as ``train.total_steps`` needs."""
-        train = self.config.train
-        return 1 if train.epochs is None and train.total_steps is None else train.epochs
 
     @property
     def samples_per_prompt(self) -> int:
