@@ -325,7 +325,7 @@ def test_a_run_makes_an_object_of_its_own_with_the_settings(counts: Path, tmp_pa
     assert first.hooks.made["fake-counts"] is not second.hooks.made["fake-counts"]
     recorded = TRLConfig.load_yaml(tmp_path / "a" / "config.yaml")
     assert recorded.to_dict()["plugins"] == [{"name": "fake-counts", "every": 3, "label": "steps"}]
-    made = [(maker["name"], maker["version"]) for maker in first.makers[2:]]
+    made = [(maker["name"], maker["version"]) for maker in first.identity.makers[2:]]
     assert made == [("fake-counts", "1.5"), ("fake-keeps", "1.5")]
 
 
