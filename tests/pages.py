@@ -128,7 +128,7 @@ STANDS_FOR = [
     (r"--prompts test\.jsonl", "--prompts prompts.jsonl"),
     (r"rewards\.py:(score|measure)", r"FILE.py:\1"),
     (r"--task task\.py:task", "--task FILE.py:function"),
-    (r"plugins check (my_algo|NAME)(?! --)", "plugins check sft --only resume_every_step"),
+    (r"plugins check NAME(?! --)", "plugins check sft --only resume_every_step"),
     (r"plugins check NAME", "plugins check sft"),
     (r"PLUGINS=NAME,NAME", "PLUGINS=early_stop,ray"),
     (r"--no-plugin NAME", "--no-plugin early_stop"),
@@ -154,7 +154,7 @@ SMALLER = {
 """What is changed in files of pages, for the same reason."""
 LAUNCH = (
     r"(\w+=\S+ )*(torchrun|accelerate launch)|"
-    r"trainkit (plugins list --probe|plugins check (NAME|my_algo)$|examples run|sweep)|export TRAINKIT_SWEEP_STORAGE"
+    r"trainkit (plugins list --probe|plugins check NAME$|examples run|sweep)|export TRAINKIT_SWEEP_STORAGE"
 )
 """Commands that take several seconds, most of them because they start further processes; they are slow tests."""
 TINY = """
@@ -213,14 +213,17 @@ class Reader:
         character_tokenizer("abcdefghijklmnopqrstuvwxyz").save_pretrained(home / "letters")
         (home / "examples").symlink_to(ROOT / "examples")
 
-    def follow(self, document: Path) -> ModuleType:
-        """Follow a page from top to bottom, and return the module in which its Python blocks ran.
+    def follow(self, document: Path, since: str = "") -> ModuleType:
+        """Follow a page, from a heading on, and return the module in which its Python blocks ran.
 
         With ``launches``, only files are written, and only the commands of `LAUNCH` are executed.
         """
         module = ModuleType(f"document_{document.stem.lower().replace('-', '_')}")
         self.monkeypatch.setitem(sys.modules, module.__name__, module)
+        lines = document.read_text(encoding="utf-8").splitlines()
         for block in blocks(document):
+            if since and block.line < lines.index(since):
+                continue
             if block.file:
                 Path(block.file).write_text(self.smaller(block), encoding="utf-8")
             if block.language == "python" and not self.launches:

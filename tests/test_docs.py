@@ -52,13 +52,13 @@ ROOT = Path(__file__).parents[1]
 SECTIONS = [name for name in TRLConfig.model_fields if name != "plugins"]
 
 
-RUN_ALONE = {"README.md", "docs/getting-started.md", "docs/plugins.md", "docs/tutorial.md", "plugins/ddpo/README.md"}
+RUN_ALONE = {"README.md", "docs/getting-started.md", "docs/write-an-algorithm.md", "plugins/ddpo/README.md"}
 """Pages that have tests of their own, here, in test_tutorial.py and beside the plugin."""
 LAUNCHING = (
-    "docs/conformance.md",
     "docs/distributed.md",
-    "docs/plugins.md",
+    "docs/kit.md",
     "docs/runs.md",
+    "docs/write-an-algorithm.md",
     "examples/README.md",
 )
 """Pages with commands of `LAUNCH`."""
@@ -154,54 +154,9 @@ def test_every_exception_from_running_is_used() -> None:
 
 
 @pytest.mark.slow
-def test_the_page_about_plugins_runs_and_its_algorithm_prefers_what_was_rewarded(
-    execute: Callable[[Path], Any],
-) -> None:
-    found = execute(ROOT / "docs/plugins.md")
-    outputs = found.trainer.generate(["a"] * 40).outputs
-    assert outputs.count("b") > 2 * outputs.count("c")
-
-
-UNSAID = "the page around the code says what its docstrings would"
-
-
-@pytest.mark.weekly
-@pytest.mark.parametrize(
-    ("document", "expected_failures"),
-    [
-        (ROOT / "docs/plugins.md", {"docstrings": UNSAID}),
-    ],
-    ids=["docs/plugins.md"],
-)
-def test_plugin_examples_work_as_distributions_and_conform(
-    document: Path,
-    expected_failures: dict[str, str],
-    execute: Callable[[Path], Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Their module and the entry point of their pyproject.toml, laid out as an installer leaves them."""
-    (toml,) = blocks(document, "toml")
-    project = tomllib.loads(toml.text)["project"]
-    ((name, module),) = project["entry-points"]["trainkit.trainers"].items()
-    (source,) = (b.text for b in blocks(document, "python") if f'@register_trainer("{name}")' in b.text)
-    (tmp_path / f"{module}.py").write_text(source, encoding="utf-8")
-    info = tmp_path / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
-    (info / "entry_points.txt").write_text(f"[trainkit.trainers]\n{name} = {module}\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    importlib.invalidate_caches()
-
-    assert [(p.distribution, p.module) for p in discover() if p.name == name] == [(project["name"], module)]
-    trainer = tiny_trainer(name, tmp_path / "run")
-    before = {k: v.clone() for k, v in trainer.unwrapped.state_dict().items()}
-    trainer.learn()
-    assert type(trainer).__module__ == module
-    assert trainer.progress.step == 6
-    assert any(not v.equal(before[k]) for k, v in trainer.unwrapped.state_dict().items())
-    report = check_trainer(name, expected_failures=expected_failures)
-    assert len(report.results) > 30
+def test_the_reference_of_the_page_about_algorithms_runs(reader: Callable[..., Reader]) -> None:
+    """Its tutorial, before the contract, is that of test_tutorial.py."""
+    reader().follow(ROOT / "docs/write-an-algorithm.md", since="## The contract")
 
 
 # ------------------------------------------------------------------------------------- configurations and commands
