@@ -147,6 +147,8 @@ STANDS_FOR = [
     (r"postgresql\+psycopg:\S+", "sqlite:///shared.db"),
 ]
 """What is executed in place of placeholders, and smaller settings of what would take longer than half a minute."""
+SINCE = {"write-an-algorithm.md": "\n## The contract\n"}
+"""Headings before which a page is followed by another test: by test_tutorial.py."""
 NEW = "A command that cannot run as it is: give it what it needs in WORLD or STANDS_FOR, or a reason in NOT_RUN."
 SMALLER = {
     "sweep.yaml": {"trials: 20": "trials: 2", "seeds: [1, 2, 3]": "seeds: [1]", "total_steps: 200": "total_steps: 2"}
@@ -213,16 +215,17 @@ class Reader:
         character_tokenizer("abcdefghijklmnopqrstuvwxyz").save_pretrained(home / "letters")
         (home / "examples").symlink_to(ROOT / "examples")
 
-    def follow(self, document: Path, since: str = "") -> ModuleType:
-        """Follow a page, from a heading on, and return the module in which its Python blocks ran.
+    def follow(self, document: Path) -> ModuleType:
+        """Follow a page from top to bottom, or from its heading of `SINCE` on; return the module of its Python blocks.
 
         With ``launches``, only files are written, and only the commands of `LAUNCH` are executed.
         """
         module = ModuleType(f"document_{document.stem.lower().replace('-', '_')}")
         self.monkeypatch.setitem(sys.modules, module.__name__, module)
-        lines = document.read_text(encoding="utf-8").splitlines()
+        text = document.read_text(encoding="utf-8")
+        first = text.count("\n", 0, text.index(SINCE.get(document.name, "")))
         for block in blocks(document):
-            if since and block.line < lines.index(since):
+            if block.line < first:
                 continue
             if block.file:
                 Path(block.file).write_text(self.smaller(block), encoding="utf-8")
