@@ -23,13 +23,13 @@ WINGS = {"trainkit_migrate", "trainkit_report", "trainkit_sweep", "trainkit_tool
 """Commands of trainkit in distributions of their own. They are released with the core, and read more of it than
 plugins may."""
 SPINE = (
-    "security", "errors", "version", "plain", "functional", "metrics", "seeding", "charts",  # the ground
+    "security", "errors", "version", "plain", "functional", "metrics", "seeding", "tables",  # the ground
     "plugins", "config", "data", "models", "rollouts", "runs", "trainer", "testing",
     "api", "examples", "cli",
     "__init__",  # the public names
 )  # fmt: skip
 """The rooms, files and folders directly under ``trainkit/``: each imports only rooms that stand before it."""
-ARROWS = 60
+ARROWS = 61
 """Arrows of imports that run when a module is loaded, at most."""
 HEAVY = {"torch": "functional", "transformers": "data", "safetensors": "models", "accelerate": "models", "typer": "cli"}
 """Third-party packages, and the first room of the spine that may import them when it is loaded."""

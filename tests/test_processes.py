@@ -428,7 +428,7 @@ def gradients(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("step")
     for name, changes in STEPS.items():
         trainer = tiny_trainer(run_dir=out / name / "source", **changes)
-        trainer.fill_store()
+        trainer.collector.fill()
         (out / name).mkdir(exist_ok=True)
         torch.save(trainer.store.experience, out / name / "batch.pt")
     for processes in (1, 2):

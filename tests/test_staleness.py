@@ -337,8 +337,8 @@ def gradient_with(name: str, place: Path, shift: float, **changes: Any) -> Tenso
     moved[:4] -= shift * rollouts.sequences.response_mask[:4]
     rollouts = trainkit.Rollouts(**{**vars(rollouts), "logprobs": moved, "hidden": None})
     with torch.no_grad():
-        trainer.store.push(trainer._experience(rollouts, scores))
-        trainer._prepare_store()
+        trainer.store.push(trainer.collector.experience(rollouts, scores))
+        trainer.collector.prepare()
     trainer.policy.train(False)
     loss, _ = trainer.loss(trainer.prepare_step(trainer.store.experience))
     loss.backward()
@@ -394,7 +394,7 @@ def test_responses_with_one_ratio_have_one_weight(tmp_path: Path) -> None:
 def test_what_auto_stands_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def correction(name: str, **changes: Any) -> str:
         changes = {f"rollout__{key}": value for key, value in changes.items()}
-        found: str = tiny_trainer(name, tmp_path, **changes).correction
+        found: str = tiny_trainer(name, tmp_path, **changes).correction.kind
         return found
 
     assert [correction(name) for name in ("ppo", "online_dpo", "sft")] == ["none"] * 3

@@ -123,7 +123,7 @@ def test_a_run_has_the_same_bits_and_less_memory(case: str, tmp_path: Path, monk
         lines.append([json.loads(line) for line in (trainer.run_dir / "metrics.jsonl").read_text().splitlines()])
         found = sorted((trainer.run_dir / "model").rglob("*.safetensors"))
         files.append({file.name: file.read_bytes() for file in found})
-        monkeypatch.setattr("trainkit.trainer.accelerate.store_frozen", lambda *_: None)
+        monkeypatch.setattr("trainkit.trainer.frozen.store_frozen", lambda *_: None)
     assert runs[0].keys() == runs[1].keys()
     assert all(torch.equal(value, runs[1][key]) for key, value in runs[0].items())
     assert (files[0], starts[0]) == (files[1], starts[1])

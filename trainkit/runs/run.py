@@ -45,10 +45,11 @@ from trainkit.runs.console import without_progress_bars
 from trainkit.runs.fingerprints import differing
 from trainkit.runs.journal import append
 from trainkit.runs.lock import RunLock
+from trainkit.runs.progress import Progress
 from trainkit.runs.record import STARTS
 from trainkit.runs.resharding import divided_like, own_rows
 from trainkit.runs.saving import METHOD, PARTS, identity, trained
-from trainkit.runs.stopping import lost, signals_noted, watched
+from trainkit.runs.stopping import Interrupted, lost, signals_noted, watched
 from trainkit.runs.symptoms import Finding
 from trainkit.runs.trackers import default_trackers
 from trainkit.security import file_name
@@ -108,16 +109,20 @@ def running(trainer: RunView) -> Iterator[None]:
     assert trainer.run_dir is not None
     _lock(trainer, trainer.run_dir)  # an earlier run of the same trainer has released it
     trainer.run_state.clock = time.perf_counter()
-    trainer.forget_last_step()  # an earlier run may have ended with an error
-    stop, config = trainer.run_state.stop, trainer.config.train
+    trainer.last_step.forget()  # an earlier run may have ended with an error
+    noted, config = trainer.run_state.stop, trainer.config.train
     limit = config.timeout if trainer.parallel.world > 1 else None
     try:
-        with without_progress_bars(), signals_noted(stop, bool(config.save_interval)), watched(stop, limit):
-            yield
+        with without_progress_bars(), signals_noted(noted, bool(config.save_interval)), watched(noted, limit):
+            try:
+                yield
+            except Interrupted:
+                trainer.last_step.restore()
+                stop(trainer, requests(trainer)[0])
     except BaseException as error:
         saving.save_after_error(trainer, error)
-        if trainer.ahead is not None:
-            trainer.ahead.cancel()
+        if trainer.collector.ahead is not None:
+            trainer.collector.ahead.cancel()
         if isinstance(error, KeyboardInterrupt):
             saving.abandon(trainer)
         saving.finish_after_error(trainer)
@@ -333,10 +338,33 @@ def _load_trained(trainer: RunView, state: Mapping[str, Any], loop: Mapping[str,
             if tuple(tensor.shape) != tuple(state[name].shape):
                 there, here = tuple(state[name].shape), tuple(tensor.shape)
                 raise ValueError(f"{name} is {there} in the checkpoint, and {here} in the model")
-        trainer.check_loop_state(loop)
+        _check_loop(trainer, loop)
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(divided_like(tensor, checkpoint.whole(state[name])))
+
+
+def _check_loop(trainer: RunView, state: Mapping[str, Any]) -> None:
+    """Check that what `saving.loop_state` returned is whole, and fits the model and the schedule.
+
+    Raises:
+        ValueError: it does not; names what is missing or different.
+    """
+    trainer.models.check_state(state)
+    fields = {"progress": asdict(trainer.progress), "scheduler": trainer.models.scheduler.state_dict()}
+    for part, own in fields.items():
+        if odd := sorted(own.keys() ^ state[part].keys()):
+            raise ValueError(f"{odd[0]} of its {part} is {'missing' if odd[0] in own else 'unknown'}")
+
+
+def _load_loop(trainer: RunView, state: Mapping[str, Any]) -> None:
+    """Restore what `saving.loop_state` returned."""
+    trainer.models.load_state_dict(state, state["progress"]["step"])
+    trainer.load_state_dict(state["method"])
+    trainer.hooks.load_state_dict(state["hooks"])
+    trainer.health.load_state_dict(state["health"])
+    trainer.progress.become(Progress(**state["progress"]))
+    trainer.collector.resumed()
 
 
 def resume(trainer: RunView, root: Path) -> None:
@@ -373,13 +401,13 @@ def load(trainer: RunView, path: Path) -> None:
     trainer.store.clear()
     recorded = state.get("progress", {})
     trainer.run_state.recorded_trunk = recorded.get("keeps_trunk")
-    if trainer.collects_once:
-        trainer.fill_store()  # an offline store is not saved: the dataset and the initial model determine it
+    if trainer.plan.collects_once:
+        trainer.collector.fill()  # an offline store is not saved: the dataset and the initial model determine it
     filled = trainer.progress.prompts
     trainer.models.build()  # creates model, optimizer and reference from the initial weights
     try:
         _load_trained(trainer, _model_state(path, state), state)
-        trainer.load_loop_state(state)
+        _load_loop(trainer, state)
     except (RuntimeError, ValueError, KeyError) as error:  # torch raises these if the state does not fit
         raise CheckpointError(f"{path} does not fit this model: {error}") from error
     at = trainer.progress
@@ -438,14 +466,15 @@ def _load_held(trainer: RunView, path: Path, there: int, filled: int) -> None:
     read = [rank] if there == world else range(there)
     if (path / "store-00000.json").exists():
         parts = [checkpoint.read_state(path, f"store-{index:05d}")["experience"] for index in read]
-        rows, each = len(parts[0]), trainer.rows_of_a_prompt(len(parts[0]))
+        rows, each = len(parts[0]), trainer.collector.passes.rows_of_a_prompt(len(parts[0]))
         at.prompts = at.prompts if there == world else rows // each * there // world
         trainer.store.experience = parts[0] if there == world else own_rows(parts, each, rank, world)
     elif there != world:
         at.prompts = filled
-    if trainer.ahead is not None and (path / "ahead-00000.json").exists():
+    ahead = trainer.collector.ahead
+    if ahead is not None and (path / "ahead-00000.json").exists():
         states = [checkpoint.read_state(path, f"ahead-{index:05d}")["collections"] for index in read]
-        trainer.ahead.load(states, anew=there != world)
+        ahead.load(states, anew=there != world)
 
 
 def _stopped(trainer: RunView, before: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -170,7 +171,7 @@ def save_after_error(trainer: RunView, error: BaseException) -> None:
     agreed = alone or getattr(error, "everywhere", False)
     if not (agreed and trainer.config.train.save_interval and isinstance(error, Exception)):
         return
-    if isinstance(error, CheckpointError) or not trainer.back_to_last_step() or not trainer.progress.step:
+    if isinstance(error, CheckpointError) or not trainer.last_step.restore() or not trainer.progress.step:
         return
     try:
         save_once(trainer)
@@ -270,11 +271,11 @@ def _parts(trainer: RunView, put: Callable[[str, checkpoint.State], object], apa
     The state of the algorithm is one of them if it is that of this process alone (``apart``).
     """
     rank = trainer.parallel.rank
-    if not trainer.collects_once and len(trainer.store):
+    if not trainer.plan.collects_once and len(trainer.store):
         put(f"store-{rank:05d}", {"experience": trainer.store.experience})
-    if trainer.ahead is not None:
-        put(f"ahead-{rank:05d}", {"collections": trainer.ahead.state()})
-    loop = {**trainer.loop_state(), **identity(trainer)}
+    if trainer.collector.ahead is not None:
+        put(f"ahead-{rank:05d}", {"collections": trainer.collector.ahead.state()})
+    loop = {**loop_state(trainer), **identity(trainer)}
     if apart:
         put(f"{METHOD}-{rank:05d}", {"method": loop["method"]})
     if trainer.sharding.keeps_sharded:
@@ -299,6 +300,17 @@ def refuse_non_finite(trainer: RunView) -> None:
             f"after step {trainer.progress.step} the weights are not finite in {', '.join(broken[:3])}; nothing was "
             "saved or exported. Lower optimizer.lr, and resume from the previous checkpoint"
         )
+
+
+def loop_state(trainer: RunView) -> dict[str, Any]:
+    """Return everything that further training depends on, except the model's weights and the store."""
+    return {
+        "progress": asdict(trainer.progress),
+        "method": trainer.state_dict(),
+        "hooks": trainer.hooks.state_dict(),
+        "health": trainer.health.state_dict(),
+        **trainer.models.state_dict(),
+    }
 
 
 def identity(trainer: RunView) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any, ClassVar, Generic, TypeVar, cast, get_args
 
+import torch
 from torch import Tensor, nn
 
 from trainkit.config import MethodConfig, RewardFunctionConfig, TRLConfig
@@ -17,6 +18,7 @@ from trainkit.plugins.contract import wrong_inputs
 from trainkit.rollouts import MetricFn, RewardFn
 
 M = TypeVar("M", bound=MethodConfig)
+B = TypeVar("B", bound=Batch)
 
 
 class Verdict(Enum):
@@ -30,6 +32,11 @@ class Verdict(Enum):
     """Skip the step and all remaining steps on this collection."""
 
 
+def overridden(method: Callable[..., Any], usual: Callable[..., Any]) -> bool:
+    """Return whether a bound method is not ``usual``, the function of a base class."""
+    return getattr(method, "__func__", None) is not usual
+
+
 def checked_inputs(cls: type[BaseRLTrainer[Any]], method: MethodConfig) -> tuple[str, ...]:
     """Return what a trainer class learns from with the settings ``method``.
 
@@ -37,15 +44,15 @@ def checked_inputs(cls: type[BaseRLTrainer[Any]], method: MethodConfig) -> tuple
         PluginError: `inputs_for` returned something that cannot be trained on, or turned an online algorithm into an
             offline one, or the reverse.
     """
-    found = cls.inputs_for(method)
-    if fault := wrong_inputs(found):
+    inputs = cls.inputs_for(method)
+    if fault := wrong_inputs(inputs):
         raise PluginError(f"{method.name!r}: inputs_for: {fault}")
-    if ("prompts" in found) != ("prompts" in cls.inputs):
+    if ("prompts" in inputs) != ("prompts" in cls.inputs):
         raise PluginError(
-            f"{method.name!r}: inputs_for returned {found!r}, and inputs is {cls.inputs!r}; an algorithm is online, "
+            f"{method.name!r}: inputs_for returned {inputs!r}, and inputs is {cls.inputs!r}; an algorithm is online, "
             "with prompts, or offline, with samples"
         )
-    return found
+    return inputs
 
 
 class BaseRLTrainer(ABC, Generic[M]):
@@ -180,6 +187,38 @@ class BaseRLTrainer(ABC, Generic[M]):
         """Number of responses to each prompt in a collection, where they are adjacent rows."""
         return int(getattr(self.method, self.group)) if self.group else 1
 
+    @property
+    @abstractmethod
+    def experience_rows(self) -> int:
+        """Rows of experience that one collection makes, at most, over all processes."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the algorithm compares with a reference.
+
+        It is a frozen copy of the model as it was before the first update, unless the user chooses another model.
+        """
+        return False
+
+    @property
+    def reference_makes_experience(self) -> bool:
+        """Whether `make_experience` runs the reference and no other model, and nothing else asks the reference.
+
+        Experience of a dataset is then made when the first pass comes to its rows, with weights that have moved, unless
+        `prepare_experience` is overridden. On an accelerator, the weights of the reference are moved to the CPU in
+        between; later reads move them back.
+        """
+        return False
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the algorithm chooses what it trains on, so that the loop calls `keep`.
+
+        By default, whether it overrides `keep`. An algorithm that does so with some of its settings only overrides this
+        too.
+        """
+        return overridden(self.keep, BaseRLTrainer.keep)
+
     @classmethod
     def inputs_for(cls, method: M) -> tuple[str, ...]:  # noqa: ARG003  (for those that override it)
         """Return what the algorithm learns from with the settings ``method``; by default `inputs`.
@@ -214,6 +253,25 @@ class BaseRLTrainer(ABC, Generic[M]):
         """
 
     # ------------------------------------------------------------------------------------------------ optional methods
+
+    def through_trunk(self, batch: B) -> B:
+        """Return a batch of an offline collection with what frozen layers make of it, if that is kept.
+
+        The loop calls it on what `make_experience` returns.
+        """
+        return batch
+
+    def keep(self, rollouts: Rollouts, scores: Tensor) -> Tensor:
+        """Return which responses to train on, bool [B]; a group is kept whole or not at all.
+
+        If an algorithm overrides it, the loop samples further prompts until the collection is full of responses that
+        are kept, or `rollout.max_refills` is reached. It is called before any experience is made, and runs no model.
+
+        Args:
+            rollouts: responses, those to one prompt adjacent.
+            scores: their scores [B], or [B, T] for rewards per token.
+        """
+        return torch.ones(len(rollouts), dtype=torch.bool, device=scores.device)
 
     def prepare_experience(self, experience: Any) -> Batch:
         """Prepare a whole collection before the first pass over it: whitening, controllers, statistics."""

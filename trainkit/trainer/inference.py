@@ -26,7 +26,7 @@ from trainkit.runs.exports import Source, find_model
 from trainkit.runs.student import quantile
 from trainkit.seeding import derive_seed, placed, turn_seed
 from trainkit.trainer.accelerate import AccelerateRLTrainer
-from trainkit.trainer.best import check_best, choose_best
+from trainkit.trainer.best import check_best
 
 NAME = "_trying"
 """The registered name of the trainer for models without a run; the underscore excludes it from listings."""
@@ -277,7 +277,7 @@ def respond(
     """
     trainer, settings = tried.trainer, tried.settings
     if best_of is not None:
-        check_best(trainer, best_of, samples_per_prompt, None, settings)
+        check_best(best_of, samples_per_prompt, None, settings, scored=trainer.scoring.available)
     given = prompt_rows(prompts)
     rows = placed(written_prompts(given, trainer.tokenizer))
     queries = [trainer.text.encode(row["prompt"], f"prompt {index}") for index, row in enumerate(rows)]
@@ -309,7 +309,7 @@ def _best(
     together = max(trainer.config.rollout.batch_size // n, 1)  # prompts; none has responses in two parts
     for start in range(first // keep, len(given), together):
         part = slice(start * n, (start + together) * n)
-        rollouts, scores = choose_best(trainer, rows[part], tried.settings, seeds[part], n, keep, None)
+        rollouts, scores = trainer.responder.best(rows[part], tried.settings, seeds[part], n, keep)
         found = zip(rollouts.outputs, rollouts.terminated.tolist(), scores.tolist(), strict=True)
         for at, (output, ended, score) in enumerate(found, start * keep):
             if at >= first:

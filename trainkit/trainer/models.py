@@ -24,7 +24,7 @@ from trainkit.runs.parallel import Parallel
 from trainkit.seeding import global_rng
 from trainkit.trainer import optim
 from trainkit.trainer.master_weights import low_precision
-from trainkit.trainer.sharding import FSDP2
+from trainkit.trainer.sharding import FSDP2, Replicated
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,9 @@ class Models:
         before_dividing: called with the reference before models are divided for good.
         copied: whether every process makes a copy of the policy at the start, such as that of an engine.
         total_steps: returns the number of optimizer steps of the run, 0 if it is not known; read for the schedule.
+
+    Raises:
+        ConfigError: the settings of optimizer and schedule, or what the user gave, do not fit each other.
     """
 
     def __init__(
@@ -78,6 +81,13 @@ class Models:
         """What the policy is compared with; None: nothing."""
         self.frozen: list[Frozen] = []
         """Further models, frozen: a reference that the user chose, teachers."""
+        optim.check(config)
+        optim.check_given(config, optimizer, scheduler, replicated=type(parallel.sharding) is Replicated)
+
+    @property
+    def total_steps(self) -> int:
+        """The number of optimizer steps of the run; 0 if it is not known."""
+        return self._total_steps()
 
     @cached_property
     def unwrapped(self) -> Any:
@@ -156,12 +166,12 @@ class Models:
     def scheduler(self) -> LRScheduler:
         """The learning-rate schedule, over the run's steps. `build` must have been called."""
         ends = self._given_scheduler is None and self.config.scheduler.name not in optim.ENDLESS
-        if ends and not self._total_steps():
+        if ends and not self.total_steps:
             raise ConfigError(
                 f"the schedule {self.config.scheduler.name!r} ends at the run's last step, which is not known; "
                 "set train.total_steps"
             )
-        return optim.make_scheduler(self.config.scheduler, self._inner, self._total_steps(), self._given_scheduler)
+        return optim.make_scheduler(self.config.scheduler, self._inner, self.total_steps, self._given_scheduler)
 
     @property
     def learning_rate(self) -> float:

@@ -41,7 +41,7 @@ from trainkit.trainer.sharding import whole_tensor
 from trainkit.trainer.text import Text
 
 if TYPE_CHECKING:
-    from trainkit.trainer.collecting import AsyncCollector
+    from trainkit.trainer.ahead import AsyncCollector
 
 
 class Sampling:

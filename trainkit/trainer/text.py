@@ -36,7 +36,15 @@ from trainkit.data.pipeline import (
 )
 from trainkit.data.tokenised import PAIR_COLUMNS
 from trainkit.errors import ConfigError, DataError
-from trainkit.models.loading import pad_id
+from trainkit.models import load_tokenizer
+from trainkit.models.loading import (
+    balances_experts,
+    check_trainable,
+    coming_eos,
+    count_virtual,
+    load_model_config,
+    pad_id,
+)
 from trainkit.runs.parallel import Parallel
 from trainkit.seeding import PLACE
 from trainkit.trainer import generation
@@ -320,3 +328,56 @@ class Text:
             for side in ([pair[0] for pair in pairs], [pair[1] for pair in pairs])
         )
         return Preferences(chosen, rejected).to(self.parallel.device)
+
+
+def make_text(
+    config: TRLConfig[Any],
+    parallel: Parallel,
+    *,
+    model: Any,
+    tokenizer: Any,
+    generates: bool,
+    encoder_decoders: bool,
+    **kwargs: Any,
+) -> Text:
+    """Return the text of a run, after checking that tokenizer and model suit the algorithm.
+
+    Args:
+        config: the run's configuration.
+        parallel: the processes; the main one logs.
+        model: a live model; None: the one that the configuration names.
+        tokenizer: a live tokenizer; None: the one that the configuration names.
+        generates: whether the model generates text.
+        encoder_decoders: whether the algorithm can train encoder-decoders.
+        **kwargs: the other arguments of `Text`.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    name = config.method.name
+    if tokenizer is not None and config.tokenizer.tokenizer_path is not None:
+        raise ConfigError(
+            f"a tokenizer is given, and tokenizer.tokenizer_path is {config.tokenizer.tokenizer_path!r}; "
+            "give one of the two"
+        )
+    tokenizer = load_tokenizer(config, tokenizer)
+    model_config = model.config if model is not None else load_model_config(config.model)
+    check_trainable(config.model, model_config, live=model is not None)
+    if balances_experts(model_config) and parallel.is_main:
+        log.warning(
+            "the loss that balances the experts of a mixture (router_aux_loss_coef) is not added to that of %s", name
+        )
+    if model_config.is_encoder_decoder and not encoder_decoders:
+        raise ConfigError(
+            f"a model of type {model_config.model_type!r} is an encoder-decoder, and {name!r} trains none; give a "
+            "model that reads prompt and response as one text"
+        )
+    return Text(
+        config,
+        parallel,
+        tokenizer=tokenizer,
+        model_config=model_config,
+        virtual=count_virtual(config.model, model),
+        ends=coming_eos(config.model, model, model_config) if generates else [],
+        **kwargs,
+    )

@@ -14,14 +14,15 @@ from torch import Tensor
 from trainkit import metrics as m
 from trainkit.config import TrainConfig
 from trainkit.data import Batch
-from trainkit.errors import NonFiniteError, OutOfMemoryError, TrainkitError
+from trainkit.errors import ConfigError, NonFiniteError, OutOfMemoryError, TrainkitError
 from trainkit.functional import to_float64
 from trainkit.models.fitting import ADVICE, RowLimit, first_line, no_smaller, out_of_memory, release
+from trainkit.plugins.hooks import name_of
 from trainkit.runs.parallel import Parallel
 from trainkit.runs.progress import Progress
 from trainkit.seeding import global_rng
 from trainkit.trainer import optim
-from trainkit.trainer.base import BaseRLTrainer, Verdict
+from trainkit.trainer.base import BaseRLTrainer, Verdict, overridden
 from trainkit.trainer.models import Models
 from trainkit.trainer.recording import Recorder
 from trainkit.trainer.returns import checked_batch, checked_loss, checked_verdict
@@ -50,6 +51,10 @@ class Updater:
         recorder: the metrics that the algorithm records in a step.
         progress: counts steps, tokens and rows.
         inference: returns a context in which the model is run without gradient.
+
+    Raises:
+        ConfigError: a step cannot be made again after one process ran out of memory, and `train.microbatch_size` is
+            ``auto``.
     """
 
     def __init__(
@@ -69,6 +74,13 @@ class Updater:
         """Whether the weights or the experience are being changed, so that the state is that of no step."""
         self.unit = "tokens"
         """The unit that `Progress.tokens` counts: that of the last step's batch."""
+        self._warned_past_the_end = False
+        if config.microbatch_size == "auto" and not parallel.sharding.repeats:
+            raise ConfigError(
+                f"train.microbatch_size is 'auto', and with train.sharding {name_of(config.sharding)!r} processes wait "
+                "for each other within a pass, so none can make it again alone; give a number, which trainkit estimate "
+                "finds"
+            )
 
     def update(self, batch: Batch) -> m.Metrics:
         """Make one optimizer step on ``batch``, and return its metrics. Every algorithm is trained by this method.
@@ -81,6 +93,7 @@ class Updater:
         """
         self.unit = batch.unit
         self.models.build()
+        self._warn_past_the_end()
         at, scheduler = self.progress, self.models.scheduler  # it must exist before the optimizer steps
         weight = self.parallel.reduce(batch.weight.to(self.parallel.device))
         found, verdict = {}, Verdict.SKIP
@@ -99,9 +112,23 @@ class Updater:
         self.changing = False
         return {**found, "train/lr": m.Mean.of(torch.tensor(rate, dtype=torch.float64))}
 
+    def _warn_past_the_end(self) -> None:
+        """Log a warning, once, when a loop of the caller's own goes on after the schedule has ended."""
+        end, schedule = self.models.total_steps, self.models.config.scheduler.name
+        if end and self.progress.step >= end and schedule != "constant" and not self._warned_past_the_end:
+            self._warned_past_the_end = True
+            log.warning(
+                "step %d is past the last step of the run, %d: the schedule %r has ended, and the learning rate is %g. "
+                "Raise train.total_steps, or set scheduler.name to 'constant'",
+                self.progress.step + 1,
+                end,
+                schedule,
+                self.models.learning_rate,
+            )
+
     def _after_step(self) -> None:
         """Call `after_step`; the model is gathered for it only if it is overridden."""
-        if getattr(self.algorithm.after_step, "__func__", None) is not BaseRLTrainer.after_step:
+        if overridden(self.algorithm.after_step, BaseRLTrainer.after_step):
             with self.parallel.sharding.unsharded(write=True):
                 self.algorithm.after_step()
 
@@ -185,7 +212,7 @@ class Updater:
 
     def _prepared_for_step(self, batch: Batch) -> Batch:
         """Return what `prepare_step` makes of the batch; the model is gathered for it only if it is overridden."""
-        if getattr(self.algorithm.prepare_step, "__func__", None) is BaseRLTrainer.prepare_step:
+        if not overridden(self.algorithm.prepare_step, BaseRLTrainer.prepare_step):
             return batch
         with self._inference():
             return checked_batch(self.algorithm, "prepare_step", self.algorithm.prepare_step(batch))
@@ -203,7 +230,7 @@ class Updater:
     @property
     def judges(self) -> bool:
         """Whether the algorithm can skip steps."""
-        return getattr(self.algorithm.judge, "__func__", None) is not BaseRLTrainer.judge
+        return overridden(self.algorithm.judge, BaseRLTrainer.judge)
 
     def _make_step(self, found: m.Metrics) -> m.Metrics:
         """Clip the gradient and step; record ``train/skipped`` if `judge` or fp16's scaler can skip steps."""

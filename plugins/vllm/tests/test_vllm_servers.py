@@ -161,7 +161,7 @@ def test_collections_are_sampled_beside_the_training(method: str, url: str, tmp_
     )
     made.learn()
     assert made.progress.step == 10
-    assert made.correction == "decoupled"
+    assert made.correction.kind == "decoupled"
     assert noted.versions == [[0], [0], [2], [4], [6]]
     steps = [found for found in noted.logged if "rollout/staleness" in found]
     assert [found["rollout/staleness"] for found in steps] == [0, 1, 1, 1, 1]
