@@ -239,6 +239,20 @@ def test_the_contract_names_what_exists(tmp_path: Path) -> None:
         assert all(hasattr(cls, name) for name in table.names)
 
 
+def test_the_page_about_the_architecture_lists_all_modules() -> None:
+    listed: dict[str, set[str]] = {}
+    for shown in tables(ROOT / "docs/architecture.md"):
+        if shown.header == "package":
+            listed |= {spans(name)[0]: {*spans(re.sub(r"\(.*?\)", "", modules))} for name, modules in shown.rows}
+        elif shown.header == "trainkit.trainer":
+            listed[shown.header] = {*shown.names}
+    packages = [path.parent for path in (ROOT / "trainkit").rglob("__init__.py")]
+    assert listed == {
+        ".".join(package.relative_to(ROOT).parts): {path.stem for path in package.glob("[!_]*.py")}
+        for package in packages
+    }
+
+
 def test_the_table_of_hooks_is_complete() -> None:
     ((_, table),) = tables_about("trainkit.plugins.hookspecs")
     specified = {name for name, value in vars(hookspecs).items() if hasattr(value, "trainkit_spec")}
