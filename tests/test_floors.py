@@ -199,8 +199,8 @@ def test_modules_of_a_plugin_import_each_other_in_one_direction() -> None:
         graphlib.TopologicalSorter(graph).prepare()  # raises a CycleError
 
 
-def test_the_page_about_plugins_names_the_public_modules(public_names: ModuleType) -> None:
-    text = (ROOT / "docs/plugins.md").read_text(encoding="utf-8")
+def test_the_page_about_algorithms_names_the_public_modules(public_names: ModuleType) -> None:
+    text = (ROOT / "docs/write-an-algorithm.md").read_text(encoding="utf-8")
     (listed,) = re.findall(r"^\* Import from (.*?) only,", text, flags=re.MULTILINE | re.DOTALL)
     parts = {module for module in public_names.MODULES if module.startswith("trainkit.testing.")}
     assert {*re.findall(r"`([\w.]+)`", listed), "trainkit.plugins.hookspecs", KIT, *parts} == {*public_names.MODULES}
