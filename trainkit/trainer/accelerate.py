@@ -41,7 +41,7 @@ from trainkit.trainer.sampling import Sampling
 from trainkit.trainer.scoring import Scoring
 from trainkit.trainer.settings import check_distribution, check_environment
 from trainkit.trainer.sharing import PromptSharing
-from trainkit.trainer.text import make_text
+from trainkit.trainer.text import Text, make_text
 from trainkit.trainer.trunk import TrunkCache
 
 if TYPE_CHECKING:
@@ -121,64 +121,26 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
 
     def _make_parts(self) -> None:
         """Make the parts that depend on the kind of model."""
-        config, models, parallel = self.config, self.models, self.parallel
-        check_environment(config, self.environment, self.inputs)
+        check_environment(self.config, self.environment, self.inputs)
         if self.online:
-            check_distribution(config)
-        self.text = make_text(
-            config,
-            parallel,
-            model=self.live_model,
-            tokenizer=self._given_tokenizer,
-            generates=self.generates,
-            encoder_decoders=self.encoder_decoders,
-            inputs=self.inputs,
-            columns=self.columns,
-            began=self.identity.began,
-        )
+            check_distribution(self.config)
+        self.text = self._make_text()
         """Prompts and samples as token ids."""
-        tokenizer_seen = cache(lambda: of_tokenizer(self.text.tokenizer))
-        self.identity.others["the tokenizer"] = tokenizer_seen
-        if self.environment is not None:
-            self.identity.others["the environment"] = lambda: of_maker(self.environment)
-        self.sampling = Sampling(
-            config,
-            self.text,
-            models,
-            parallel,
-            self.recorder,
-            self.progress,
-            environment=self.environment,
-            logit_mask=lambda: self.logit_mask,
-            steer=self.steer if overridden(self.steer, AccelerateRLTrainer.steer) else None,
-            make_sampler=lambda: self.hooks.hook.make_sampler(trainer=self),
-        )
+        self.sampling = self._make_sampling()
         """What samples responses, and plays episodes."""
         self.scoring = Scoring(
             self,
             self.text,
-            parallel,
+            self.parallel,
             self.recorder,
             self.progress,
             environment=self.environment,
             current=lambda: self.collector.current,
         )
         """What scores them."""
-        self.sharing = PromptSharing(self, models, parallel, self.updater, self.progress)
+        self.sharing = PromptSharing(self, self.models, self.parallel, self.updater, self.progress)
         """Whether rows with the same prompt run it once."""
-        self.collector: RolloutCollector = RolloutCollector(
-            self,
-            self,
-            self.inference,
-            self._before_offloading,
-            sampling=self.sampling,
-            scoring=self.scoring,
-            sharing=self.sharing,
-            trunk=TrunkCache(self, models, self.run_state, self.store, self.progress),
-            encode_pairs=self.encode_preferences,
-            scores_rollouts=lambda: self._scores_rollouts,
-            samples_as_usual=lambda: self._samples_as_usual,
-        )
+        self.collector: RolloutCollector = self._make_collector()
         """What fills the store."""
         self.evaluator: RolloutEvaluator = RolloutEvaluator(
             self,
@@ -190,36 +152,84 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
             scoring=self.scoring,
         )
         """What measures the model."""
-        self.correction = Correction(
-            config,
+        self.correction = self._make_correction()
+        """What corrects for rollouts of other weights."""
+        precision, on_policy = self.accelerator.mixed_precision, self.correction.starts_on_policy
+        self.health = Health(starts_on_policy=on_policy, half_precision=precision != "no")
+        self.exporter = Exporter(self.models, self.text, generates=self.generates, live=self.live_model is not None)
+        """What writes exports."""
+        self.responder = Responder(self, self, self.text, self.sampling, self.scoring, self.recorder)
+        """What samples responses when the user asks for it."""
+        self.frozen_models = FrozenModels(self, self.models, self.text, self.sharing)
+        """What makes the models that the policy is compared with."""
+        if (chosen := self.chosen_reference) is not None:
+            self.frozen_models.add(chosen, "model.reference_path" if isinstance(chosen, str | Mapping) else "reference")
+
+    def _make_text(self) -> Text:
+        text = make_text(
+            self.config,
+            self.parallel,
+            model=self.live_model,
+            tokenizer=self._given_tokenizer,
+            generates=self.generates,
+            encoder_decoders=self.encoder_decoders,
+            inputs=self.inputs,
+            columns=self.columns,
+            began=self.identity.began,
+        )
+        self.identity.others["the tokenizer"] = cache(lambda: of_tokenizer(text.tokenizer))
+        if self.environment is not None:
+            self.identity.others["the environment"] = lambda: of_maker(self.environment)
+        if self.environment is not None and text.is_encoder_decoder:
+            raise ConfigError(
+                f"a model of type {text.model_config.model_type!r} is an encoder-decoder, which reads one prompt and "
+                "writes one output; environments of several turns need a model that reads all of it as one text"
+            )
+        return text
+
+    def _make_sampling(self) -> Sampling:
+        return Sampling(
+            self.config,
+            self.text,
+            self.models,
+            self.parallel,
+            self.recorder,
+            self.progress,
+            environment=self.environment,
+            logit_mask=lambda: self.logit_mask,
+            steer=self.steer if overridden(self.steer, AccelerateRLTrainer.steer) else None,
+            make_sampler=lambda: self.hooks.hook.make_sampler(trainer=self),
+        )
+
+    def _make_collector(self) -> RolloutCollector:
+        return RolloutCollector(
+            self,
+            self,
+            self.inference,
+            self._before_offloading,
+            sampling=self.sampling,
+            scoring=self.scoring,
+            sharing=self.sharing,
+            trunk=TrunkCache(self, self.models, self.run_state, self.store, self.progress),
+            encode_pairs=self.encode_preferences,
+            scores_rollouts=lambda: self._scores_rollouts,
+            samples_as_usual=lambda: self._samples_as_usual,
+        )
+
+    def _make_correction(self) -> Correction:
+        correction = Correction(
+            self.config,
             self.corrections,
             lambda: self.correction_level,
-            models,
+            self.models,
             self.sampling,
-            parallel,
+            self.parallel,
             self.recorder,
             self.progress,
             lambda: self.collector.keeps_sharded,
         )
-        """What corrects for rollouts of other weights."""
-        self.correction.check(online=self.online)
-        self.health = Health(
-            starts_on_policy=self.correction.starts_on_policy,
-            half_precision=self.accelerator.mixed_precision != "no",
-        )
-        self.exporter = Exporter(models, self.text, generates=self.generates, live=self.live_model is not None)
-        """What writes exports."""
-        self.responder = Responder(self, self, self.text, self.sampling, self.scoring, self.recorder)
-        """What samples responses when the user asks for it."""
-        self.frozen_models = FrozenModels(self, models, self.text, self.sharing)
-        """What makes the models that the policy is compared with."""
-        if self.environment is not None and self.text.is_encoder_decoder:
-            raise ConfigError(
-                f"a model of type {self.model_config.model_type!r} is an encoder-decoder, which reads one prompt and "
-                "writes one output; environments of several turns need a model that reads all of it as one text"
-            )
-        if (chosen := self.chosen_reference) is not None:
-            self.frozen_models.add(chosen, "model.reference_path" if isinstance(chosen, str | Mapping) else "reference")
+        correction.check(online=self.online)
+        return correction
 
     @property
     def _missing_inputs(self) -> list[str]:
