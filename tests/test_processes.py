@@ -213,7 +213,7 @@ torch.manual_seed(rank)  # a live model that is another in each process
 trainer = tiny_trainer("ppo", out / "live")
 trainer.live_model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_gpt2(10)))
 trainer.collect()
-said["live"] = [trainer.recorder.pending["policy/kl"].compute(), trainer.start]
+said["live"] = [trainer.recorder.pending["policy/kl"].compute(), trainer.identity.start]
 (out / f"said-{rank}.json").write_text(json.dumps(said))
 torch.distributed.destroy_process_group()
 """

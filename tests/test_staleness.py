@@ -80,7 +80,7 @@ def test_an_engine_with_a_copy_of_the_weights_ends_with_the_same_bits(
     other = ran(name, tmp_path / "copy", callbacks=[apart], rollout__staleness=staleness, rollout__engine="_test_copy")
     assert_same_weights(weights(one), weights(other))
     assert (local.versions, local.texts) == (apart.versions, apart.texts)
-    beside = any(thread.startswith("trainkit-sampling") for thread in other.engine.threads)
+    beside = any(thread.startswith("trainkit-sampling") for thread in other.sampling.engine.threads)
     assert beside == bool(staleness)
 
 
@@ -92,7 +92,7 @@ def test_an_engine_gets_all_requests_of_a_collection_at_a_time(name: str, tmp_pa
     one = ran(name, tmp_path / "local", **settings)
     other = ran(name, tmp_path / "pair", rollout__engine="_test_pair", **settings)
     assert_same_weights(weights(one), weights(other))
-    assert max(other.engine.under_way) > 1
+    assert max(other.sampling.engine.under_way) > 1
 
 
 @pytest.mark.slow

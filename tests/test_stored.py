@@ -118,7 +118,7 @@ def test_a_run_has_the_same_bits_and_less_memory(case: str, tmp_path: Path, monk
         trainer = tiny_trainer(name, tmp_path / place, model__model_path=path, **BF16, **settings)
         trainer.learn()
         runs.append({key: value.float() for key, value in trainer.unwrapped.state_dict().items()})
-        starts.append((trainer.start, [each.fingerprint for each in trainer.models.frozen]))
+        starts.append((trainer.identity.start, [each.fingerprint for each in trainer.models.frozen]))
         sizes.append((size(trainer.unwrapped), size(trainer.reference.policy)))
         lines.append([json.loads(line) for line in (trainer.run_dir / "metrics.jsonl").read_text().splitlines()])
         found = sorted((trainer.run_dir / "model").rglob("*.safetensors"))

@@ -104,7 +104,7 @@ def _loading(method: str, code: str | None) -> str:
 
 
 def _facts(trainer: RunView) -> dict[str, str]:
-    core, *plugins = trainer.makers
+    core, *plugins = trainer.identity.makers
     made = {"method": trainer.config.method.name}
     made |= {f"plugin {plugin['name']}": said(plugin) for plugin in plugins}
     made |= {"trainkit": str(core["version"])}

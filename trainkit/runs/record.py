@@ -197,13 +197,13 @@ def lines_of(path: Path) -> Iterator[dict[str, Any]]:
         raise DataError(f"{path}, line {at}: not a JSON object ({error})") from error
 
 
-def free_directory(given: str) -> str:
-    """Return a directory for a new run: ``given``, or with a number if that holds a run, and tell of it."""
-    names = (given if number == 1 else f"{given}-{number}" for number in count(1))
-    found = next(name for name in names if not (Path(name) / "config.yaml").exists())
-    if found != given:
-        log.warning("%s holds a run; this one is written to %s", given, found)
-    return found
+def free_directory(path: str) -> str:
+    """Return a directory for a new run: ``path``, or with a number if that holds a run, and tell of it."""
+    names = (path if number == 1 else f"{path}-{number}" for number in count(1))
+    free = next(name for name in names if not (Path(name) / "config.yaml").exists())
+    if free != path:
+        log.warning("%s holds a run; this one is written to %s", path, free)
+    return free
 
 
 def main_metric(names: Iterable[str]) -> str | None:

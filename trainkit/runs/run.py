@@ -48,7 +48,7 @@ from trainkit.runs.lock import RunLock
 from trainkit.runs.progress import Progress
 from trainkit.runs.record import STARTS
 from trainkit.runs.resharding import divided_like, own_rows
-from trainkit.runs.saving import METHOD, PARTS, identity, trained
+from trainkit.runs.saving import METHOD, PARTS, trained
 from trainkit.runs.stopping import Interrupted, lost, signals_noted, watched
 from trainkit.runs.symptoms import Finding
 from trainkit.runs.trackers import default_trackers
@@ -168,8 +168,8 @@ def requests(trainer: RunView) -> tuple[int, bool]:
     stop.progressed()
     asked, saves = stop.asked, stop.saves
     if trainer.parallel.world > 1:
-        found = trainer.max(torch.tensor([float(asked), float(saves)]))
-        asked, saves = int(found[0]), bool(found[1])
+        signals = trainer.max(torch.tensor([float(asked), float(saves)]))
+        asked, saves = int(signals[0]), bool(signals[1])
     stop.saves = False
     return asked, saves
 
@@ -228,7 +228,7 @@ def begin(trainer: RunView) -> None:
         return
     config = trainer.config
     name = f"{file_name(config.method.name)}-{datetime.now():%Y%m%d-%H%M%S}"
-    trainer.began  # noqa: B018  (all processes read it together)
+    trainer.identity.began  # noqa: B018  (all processes read it together)
     run_dir = Path(trainer.parallel.on_main(lambda: config.train.run_dir or str(_unused(Path("runs") / name))))
     _lock(trainer, run_dir)
     try:
@@ -289,10 +289,10 @@ def _start(trainer: RunView) -> dict[str, Any]:
     device = trainer.accelerator.device
     return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "began": trainer.began.isoformat(timespec="seconds"),
+        "began": trainer.identity.began.isoformat(timespec="seconds"),
         "step": trainer.progress.step,
         "versions": provenance.library_versions(),
-        "makers": trainer.makers,
+        "makers": trainer.identity.makers,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "processes": trainer.parallel.world,
     }
@@ -309,18 +309,6 @@ def _unused(path: Path) -> Path:
 
 
 # --------------------------------------------------------------------------------------------------- checkpoints
-
-
-def fingerprint_start(trainer: RunView, reference: Any) -> str | None:
-    """Return a fingerprint of the initial weights that checkpoints need and do not contain; None if there are none.
-
-    They are the reference's if it is the model's start, otherwise the frozen ones.
-    """
-    if trainer.needs_reference and trainer.chosen_reference is None:
-        return fingerprint(reference.policy.state_dict())
-    changing = trained(trainer.unwrapped)
-    frozen = {name: tensor for name, tensor in trainer.unwrapped.state_dict().items() if name not in changing}
-    return fingerprint(frozen) if frozen else None
 
 
 def _load_trained(trainer: RunView, state: Mapping[str, Any], loop: Mapping[str, Any]) -> None:
@@ -373,8 +361,8 @@ def resume(trainer: RunView, root: Path) -> None:
     Raises:
         CheckpointError: the run has saved checkpoints, and none of them is intact; or as `load`.
     """
-    wanted = trainer.config.train.resume
-    if wanted == "auto":
+    checkpoint_path = trainer.config.train.resume
+    if checkpoint_path == "auto":
         if found := trainer.parallel.on_main(lambda: checkpoint.newest_whole(root)):
             load(trainer, found)
         elif broken := sorted(path.name for path in root.glob("step_*")):
@@ -382,8 +370,8 @@ def resume(trainer: RunView, root: Path) -> None:
                 f"no checkpoint under {root} is intact ({', '.join(broken)}), so the run cannot resume; repair one, or "
                 "remove the directory to start a new run"
             )
-    elif wanted is not None:
-        load(trainer, Path(wanted))
+    elif checkpoint_path is not None:
+        load(trainer, Path(checkpoint_path))
 
 
 def load(trainer: RunView, path: Path) -> None:
@@ -396,7 +384,7 @@ def load(trainer: RunView, path: Path) -> None:
     path = trainer.parallel.on_main(lambda: _found_at(path))
     state = checkpoint.read_state(path, "loop")
     state |= _own_method(trainer, path, state["processes"])
-    drift = [*_check_identity(trainer, state, path), *provenance.changes(state.get("makers"), trainer.makers)]
+    drift = [*_check_identity(trainer, state, path), *provenance.changes(state.get("makers"), trainer.identity.makers)]
     trainer.run_state.recorded_frozen = state["frozen"]
     trainer.store.clear()
     recorded = state.get("progress", {})
@@ -443,17 +431,17 @@ def _own_method(trainer: RunView, path: Path, there: int) -> dict[str, Any]:
 
 def _position(trainer: RunView, state: Mapping[str, Any]) -> int:
     """Return the minibatches made in the pass of a checkpoint, in those of this run's `train.batch_size`."""
-    made: int = state["progress"]["position"] * state["config"]["train"]["batch_size"]
-    return made // trainer.config.train.batch_size
+    rows: int = state["progress"]["position"] * state["config"]["train"]["batch_size"]
+    return rows // trainer.config.train.batch_size
 
 
 def _model_state(path: Path, state: dict[str, Any]) -> Mapping[str, Any]:
     """Return the model's state in a checkpoint; if it is in parts, complete the optimizer's in ``state``, too."""
     if not list(path.glob(f"{PARTS}-*")):
         return checkpoint.read_state(path, "model")
-    found = checkpoint.read_parts(path, PARTS)
-    state["optimizer"]["state"] = found["optimizer"]
-    model: Mapping[str, Any] = found["model"]
+    parts = checkpoint.read_parts(path, PARTS)
+    state["optimizer"]["state"] = parts["optimizer"]
+    model: Mapping[str, Any] = parts["model"]
     return model
 
 
@@ -503,15 +491,15 @@ def _whole_at(path: Path) -> Path:
         if fault := checkpoint.find_fault(path):
             raise CheckpointError(f"the checkpoint {path} is not intact: {fault}. Resume from another checkpoint")
         return path
-    found = checkpoint.newest_whole(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
-    if found is None:
+    newest = checkpoint.newest_whole(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+    if newest is None:
         raise CheckpointError(f"there is no intact checkpoint at or under {path}; look for directories step_*")
-    return found
+    return newest
 
 
 def _check_identity(trainer: RunView, state: Mapping[str, Any], path: Path) -> list[str]:
     """Return the differences from the run that made a checkpoint; raise a CheckpointError unless they are allowed."""
-    now = identity(trainer)
+    now = trainer.identity.state()
     drift = checkpoint.config_drift(state["config"], now["config"])
     fixed = [line for line in drift if not line.startswith(MAY_CHANGE) or line.startswith(MUST_NOT_CHANGE)]
     if fixed and not trainer.run_state.allow_drift:
@@ -554,8 +542,8 @@ def check_frozen(trainer: RunView, policy: Policy) -> None:
     there = trainer.run_state.recorded_frozen
     if there is None:
         return
-    known = [each.fingerprint for each in trainer.models.frozen if each.loaded]
-    here = [*known, fingerprint(policy.state_dict())]
+    loaded = [each.fingerprint for each in trainer.models.frozen if each.loaded]
+    here = [*loaded, fingerprint(policy.state_dict())]
     if not _differ(there, here):
         return
     if not trainer.run_state.allow_drift:
@@ -618,10 +606,10 @@ def export(trainer: RunView, directory: str | Path | None = None) -> Path:
 
 def _verifies(trainer: RunView) -> bool:
     """Return whether exports are loaded again and compared: not if the model is divided among processes."""
-    wanted = trainer.config.train.verify_export
-    if wanted is None:
-        wanted = sum(parameter.nbytes for parameter in trainer.unwrapped.parameters()) <= VERIFIED
-    return wanted and not trainer.sharding.keeps_sharded
+    verify = trainer.config.train.verify_export
+    if verify is None:
+        verify = sum(parameter.nbytes for parameter in trainer.unwrapped.parameters()) <= VERIFIED
+    return verify and not trainer.sharding.keeps_sharded
 
 
 def _write_export(trainer: RunView, building: Path, target: Path) -> None:
@@ -639,13 +627,13 @@ def exported_step(directory: Path) -> int | None:
         return None
 
 
-def keep_best(trainer: RunView, found: Mapping[str, float]) -> None:
+def keep_best(trainer: RunView, metrics: Mapping[str, float]) -> None:
     """Export to ``best/`` if the evaluation is the best so far, by what `Trainer.compared` returns for it.
 
     Raises:
         ConfigError: evaluations have no such metric.
     """
-    value = trainer.compared(found) if trainer.config.train.save_best else None
+    value = trainer.compared(metrics) if trainer.config.train.save_best else None
     if value is None or not value > trainer.progress.best:  # not if it is NaN
         return
     trainer.progress.best = value

@@ -5,15 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from trainkit.config import TRLConfig
-from trainkit.runs.fingerprints import Fingerprints
 from trainkit.runs.parallel import Parallel
 from trainkit.runs.progress import Progress
-from trainkit.runs.provenance import Maker
 from trainkit.runs.stopping import Stop
 
 if TYPE_CHECKING:
@@ -58,6 +55,7 @@ class RunView(Protocol):
     run_state: RunState
     run_dir: Path | None
     store: Any
+    identity: Any
     hooks: Any
     health: Any
     plan: Any
@@ -72,10 +70,6 @@ class RunView(Protocol):
     chosen_reference: Any
 
     @property
-    def began(self) -> datetime: ...
-    @property
-    def makers(self) -> list[Maker]: ...
-    @property
     def sharding(self) -> Any: ...
     @property
     def unwrapped(self) -> Any: ...
@@ -87,10 +81,6 @@ class RunView(Protocol):
     def total_steps(self) -> int: ...
     @property
     def needs_reference(self) -> bool: ...
-    @property
-    def start(self) -> str | None: ...
-    @property
-    def fingerprints(self) -> Fingerprints: ...
 
     def stop(self, reason: str) -> None: ...
     def compared(self, metrics: Mapping[str, float]) -> float | None: ...

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 
@@ -23,9 +23,9 @@ from trainkit.models import Frozen, Policy, Reference, TokenOutputs, load_model,
 from trainkit.models.adapters import bare, has_adapter, has_score_head
 from trainkit.models.loading import check_trains_weights, reads_more
 from trainkit.models.policy import check_logit_mask
-from trainkit.rollouts import Engine, EnvironmentMaker, RewardFn, Sampler, check_maker
+from trainkit.rollouts import EnvironmentMaker, RewardFn, Sampler, check_maker
 from trainkit.rollouts.rewards import check_keywords
-from trainkit.runs.fingerprints import Fingerprints, of_maker, of_tokenizer
+from trainkit.runs.fingerprints import of_maker, of_tokenizer
 from trainkit.runs.health import Health
 from trainkit.seeding import PLACE, SEEDED
 from trainkit.trainer import generation
@@ -134,9 +134,13 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
             encoder_decoders=self.encoder_decoders,
             inputs=self.inputs,
             columns=self.columns,
-            began=self.began,
+            began=self.identity.began,
         )
         """Prompts and samples as token ids."""
+        tokenizer_seen = cache(lambda: of_tokenizer(self.text.tokenizer))
+        self.identity.others["the tokenizer"] = tokenizer_seen
+        if self.environment is not None:
+            self.identity.others["the environment"] = lambda: of_maker(self.environment)
         self.sampling = Sampling(
             config,
             self.text,
@@ -229,8 +233,8 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
 
     def _finish(self, policy: Any) -> None:
         """Check a new policy, and set what it needs to know of the run."""
-        own = getattr(self.live_model, "v_head", None)
-        if own is not None and getattr(policy, "value_head", None) is not own:
+        head = getattr(self.live_model, "v_head", None)
+        if head is not None and getattr(policy, "value_head", None) is not head:
             log.warning("%s trains no value head; the live model's stays as it is", self.config.method.name)
         path = self.config.model.model_path if self.live_model is None else None
         if isinstance(policy, Policy) and isinstance(path, str) and has_score_head(Path(path)):
@@ -390,16 +394,6 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
                     f"ones; {self.text.what_fits}. Lower max_new_tokens there"
                 )
 
-    @property
-    def fingerprints(self) -> Fingerprints:
-        """Fingerprints of the data, the tokenizer and the environment."""
-        made = {} if self.environment is None else {"the environment": of_maker(self.environment)}
-        return {**super().fingerprints, "the tokenizer": self._tokenizer_seen, **made}
-
-    @cached_property
-    def _tokenizer_seen(self) -> str:
-        return of_tokenizer(self.tokenizer)
-
     # -------------------------------------------------------------------------------------------------------- sampling
 
     def steer(self, logits: Tensor, states: Tensor, settings: SamplingConfig) -> Tensor:
@@ -436,16 +430,6 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
     def sampler(self) -> Sampler:
         """What turns prompts into rollouts: the sampler of a plugin's ``make_sampler``, or the engine's."""
         return self.sampling.sampler
-
-    @property
-    def engine(self) -> Engine:
-        """The generation engine that `rollout.engine` names; it is started when it is first used."""
-        return self.sampling.engine
-
-    @property
-    def engine_class(self) -> type[Engine]:
-        """The class of the engine."""
-        return self.sampling.engine_class
 
     def core_sampler(self) -> Sampler:
         """Return trainkit's sampler of this run's model, also for a ``make_sampler`` hook to build on."""

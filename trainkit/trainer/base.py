@@ -144,14 +144,16 @@ class BaseRLTrainer(ABC, Generic[M]):
 
     def _check_reward_settings(self) -> None:
         """Raise a `ConfigError` if settings of the calls of the reward function are given, and there is none."""
-        given = [f"reward.{key}" for key, value in self.config.reward if value != getattr(RewardFunctionConfig(), key)]
-        if not given or self.reward_fn is not None:
+        changed = [
+            f"reward.{key}" for key, value in self.config.reward if value != getattr(RewardFunctionConfig(), key)
+        ]
+        if not changed or self.reward_fn is not None:
             return
-        are, them = ("is", "it") if len(given) == 1 else ("are", "them")
+        are, them = ("is", "it") if len(changed) == 1 else ("are", "them")
         why = "there is no reward function; give one, or"
         if "reward_fn" not in self.inputs:
             why = f"{self.config.method.name!r} learns from {' and '.join(self.inputs)}, without a reward function;"
-        raise ConfigError(f"{' and '.join(given)} {are} set, and {why} remove {them}")
+        raise ConfigError(f"{' and '.join(changed)} {are} set, and {why} remove {them}")
 
     @property
     def method(self) -> M:
@@ -169,18 +171,12 @@ class BaseRLTrainer(ABC, Generic[M]):
         return bool({"reward_fn", "environment"} & {*self.inputs})
 
     @property
+    @abstractmethod
     def passes(self) -> int | None:
         """How many times one collection of experience is iterated over; None: until the run ends.
 
-        Offline algorithms collect once and iterate over the collection ``train.epochs`` times.
+        By default, offline algorithms collect once and iterate over the collection ``train.epochs`` times.
         """
-        return 1 if self.online else self.epochs
-
-    @property
-    def epochs(self) -> int | None:
-        """Passes over the dataset; None: as many as ``train.total_steps`` needs."""
-        train = self.config.train
-        return 1 if train.epochs is None and train.total_steps is None else train.epochs
 
     @property
     def samples_per_prompt(self) -> int:

@@ -61,8 +61,8 @@ def choose_best(
     ranks = whole.view(-1, n).sort(dim=1, descending=True, stable=True).indices[:, :keep]
     chosen = (ranks + torch.arange(0, len(whole), n, device=ranks.device).unsqueeze(1)).flatten()
     best = Rollouts.cat(parts).select(chosen.tolist())
-    own = [{name: value for name, value in row.items() if name != PLACE} for row in best.rows]
-    return replace(best, rows=own), whole[chosen]
+    rows_of_best = [{name: value for name, value in row.items() if name != PLACE} for row in best.rows]
+    return replace(best, rows=rows_of_best), whole[chosen]
 
 
 def _finite(scores: Tensor) -> Tensor:

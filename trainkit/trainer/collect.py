@@ -231,7 +231,7 @@ class Collector:
                 f"usable score; of the last one, {at.taken * self.algorithm.samples_per_prompt} responses are dropped "
                 "(reward.on_nonfinite 'drop_row'). Look at what the reward function returns"
             )
-            error.everywhere = True
+            error.on_all_ranks = True
             raise error
         at.unusable += 1
 

@@ -110,12 +110,12 @@ class Evaluator:
 
     def compared(self, metrics: Mapping[str, float]) -> float | None:
         """Return by what `train.save_best` compares an evaluation; see `AcceleratedLoop.compared`."""
-        wanted = self.config.train.save_best
+        setting = self.config.train.save_best
         name, sign = "eval/reward", 1
-        if not isinstance(wanted, bool):
-            name, sign = wanted.metric, -1 if wanted.mode == "min" else 1
+        if not isinstance(setting, bool):
+            name, sign = setting.metric, -1 if setting.mode == "min" else 1
         values = [value for key, value in metrics.items() if key == name or key.startswith(f"{name}@")]
-        if not values and not (wanted is True and self.algorithm.rewarded):
+        if not values and not (setting is True and self.algorithm.rewarded):
             raise ConfigError(
                 f"train.save_best compares {name!r}, which is no metric of this run's evaluations"
                 f"{suggest(name, metrics)}; they have {', '.join(sorted(metrics))}"
@@ -151,8 +151,8 @@ class Evaluator:
         rows = self.algorithm.eval_samples[parallel.rank :: parallel.world]
         store = RolloutStore[Any]()
         parts = [rows[start : start + size] for start in range(0, len(rows), size)]
-        for made in self.updater.each_together(parts, self.algorithm.make_experience):
-            store.push(checked_batch(self.algorithm, "make_experience", made))
+        for experience in self.updater.each_together(parts, self.algorithm.make_experience):
+            store.push(checked_batch(self.algorithm, "make_experience", experience))
         return cast(Batch, store.experience)
 
 

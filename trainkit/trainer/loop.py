@@ -7,8 +7,6 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from datetime import datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,13 +26,12 @@ from trainkit.plugins import get_trainer, hook_manager
 from trainkit.plugins.discovery import is_installed
 from trainkit.plugins.hooks import name_of
 from trainkit.plugins.registry import is_tracker
-from trainkit.runs import Record, hub, provenance, run, saving
-from trainkit.runs.fingerprints import Fingerprints, of_rows
+from trainkit.runs import Record, hub, run, saving
 from trainkit.runs.health import Health
 from trainkit.runs.history import History, overview
+from trainkit.runs.identity import Identity
 from trainkit.runs.parallel import Parallel
 from trainkit.runs.progress import Progress
-from trainkit.runs.record import first_start
 from trainkit.runs.view import RunState
 from trainkit.trainer import offloading, optim
 from trainkit.trainer.base import BaseRLTrainer, overridden
@@ -113,13 +110,19 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         self.live_model = model
         self.chosen_reference: Any = self._choose_reference(reference)
         """The reference that the user chose, a model object or what names one; None: the model's start."""
-        self.hooks = self._make_hooks(callbacks)
+        own = self._own_plugin
+        trackers = [entry for entry in config.train.trackers if is_tracker(name_of(entry))]
+        others = [entry for entry in config.train.trackers if entry not in trackers]
+        self.hooks = hook_manager(
+            [*own, *config.plugins, *(trackers if self.parallel.is_main else [])],
+            [*callbacks, *run.trackers(others, self.accelerator)],
+        )
+        self.identity = Identity(self, [*own, *map(name_of, [*config.plugins, *trackers])])
+        """What the run is made of, and when it began."""
         self.pipeline: Pipeline | Stream | None = None
         self.eval_rows: list[Row] = []
         self.eval_samples: list[Row] = []
         self.run_dir: Path | None = None
-        self._data_seen: tuple[Pipeline, Fingerprints] | None = None
-        """The data whose fingerprints are known."""
         self.progress = Progress()
         self.plan = Plan(self, self.parallel, self.progress, lambda: self.pipeline)
         """How many rows, collections and steps the run has."""
@@ -166,7 +169,7 @@ class AcceleratedLoop(BaseRLTrainer[M]):
     def _before_offloading(self) -> None:
         """Make what reads the reference later."""
         self.evaluator.prepare_held_out()
-        self.start  # noqa: B018  (checkpoints have its fingerprint, which reads all weights)
+        self.identity.start  # noqa: B018  (checkpoints have its fingerprint, which reads all weights)
 
     def _choose_reference(self, live: Any) -> Any:
         """Return the live reference, or what the configuration names as the reference; None if neither is given.
@@ -186,16 +189,6 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         if type(self)._load_reference is AcceleratedLoop._load_reference:
             raise ConfigError(f"{given}, and {name!r} can only compare with the start of its model; remove it")
         return chosen
-
-    def _make_hooks(self, callbacks: Iterable[object]) -> Any:
-        """Return the hooks of the run's plugins and callbacks; those of trackers are on the main process."""
-        config = self.config
-        others = [entry for entry in config.train.trackers if not is_tracker(name_of(entry))]
-        trackers = [entry for entry in config.train.trackers if entry not in others]
-        return hook_manager(
-            [*self._own_plugin, *config.plugins, *(trackers if self.parallel.is_main else [])],
-            [*callbacks, *run.trackers(others, self.accelerator)],
-        )
 
     @property
     def _own_plugin(self) -> list[str]:
@@ -296,15 +289,6 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         raise DataError(f"{self.config.method.name!r} needs prompts; give prompts")
 
     @property
-    def fingerprints(self) -> Fingerprints:
-        """Fingerprints of the data, by column; none of a stream, which is read as it is trained on."""
-        if not isinstance(self.pipeline, Pipeline):
-            return {}
-        if self._data_seen is None or self._data_seen[0] is not self.pipeline:
-            self._data_seen = self.pipeline, of_rows(self.pipeline.rows)
-        return self._data_seen[1]
-
-    @property
     def _missing_inputs(self) -> list[str]:
         """What is missing of what the algorithm learns from."""
         data = [] if self.pipeline is not None else ["prompts" if self.online else "samples"]
@@ -313,7 +297,7 @@ class AcceleratedLoop(BaseRLTrainer[M]):
     @property
     def passes(self) -> int | None:
         """How many times one collection of experience is iterated over; None: until the run ends."""
-        return 1 if isinstance(self.pipeline, Stream) else super().passes
+        return 1 if self.online or isinstance(self.pipeline, Stream) else self.plan.epochs
 
     @property
     def collection_rows(self) -> int:
@@ -436,8 +420,8 @@ class AcceleratedLoop(BaseRLTrainer[M]):
 
         def push() -> None:
             for start in range(0, len(rows), size):
-                made = self.make_experience(rows[start : start + size])
-                self.store.push(checked_batch(self, "make_experience", made))
+                experience = self.make_experience(rows[start : start + size])
+                self.store.push(checked_batch(self, "make_experience", experience))
 
         return self._learn_own(push, passes=1)
 
@@ -563,9 +547,7 @@ class AcceleratedLoop(BaseRLTrainer[M]):
 
     def _before_dividing(self, reference: Any) -> None:
         """Do what needs whole models, before they are divided for good."""
-        self.start = self.parallel.on_main(lambda: run.fingerprint_start(self, reference))
-        for frozen in self.models.frozen:
-            frozen.fingerprint = self.parallel.on_main(lambda frozen=frozen: frozen.fingerprint)  # type: ignore[misc]
+        self.identity.read_whole(reference)
 
     @contextmanager
     def inference(self) -> Iterator[None]:
@@ -715,24 +697,3 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         from the variable ``directory``. Each may be missing.
         """
         return {}
-
-    @cached_property
-    def began(self) -> datetime:
-        """When the run began; if it is resumed, when its first process did. All processes read it together."""
-        config = self.config.train
-        return self.parallel.on_main(lambda: first_start(config.run_dir, config.resume))
-
-    @cached_property
-    def makers(self) -> list[provenance.Maker]:
-        """Provenance for checkpoints and model cards: distributions and versions of trainkit and the plugins."""
-        plugins = [*self.config.plugins, *(each for each in self.config.train.trackers if is_tracker(name_of(each)))]
-        return provenance.makers(self.config.method.name, [*self._own_plugin, *map(name_of, plugins)])
-
-    @cached_property
-    def start(self) -> str | None:
-        """Fingerprint of the weights that the run started from and that checkpoints do not hold; it never changes."""
-        self.models.build()
-        if "start" in vars(self):  # computed before the model was divided
-            return vars(self)["start"]  # type: ignore[no-any-return]
-        with self.sharding.unsharded():
-            return run.fingerprint_start(self, self.models.reference)

@@ -52,10 +52,10 @@ def share(rows: Tensor, owners: Tensor, world: int) -> list[Tensor]:
     [N], [N] -> ``world`` tensors [N / world].
     """
     quota = len(rows) // world
-    own = [rows[owners == rank] for rank in range(world)]
-    spare = torch.cat([mine[quota:] for mine in own])
+    by_rank = [rows[owners == rank] for rank in range(world)]
+    spare = torch.cat([mine[quota:] for mine in by_rank])
     parts = []
-    for mine in own:
+    for mine in by_rank:
         needed = max(quota - len(mine), 0)
         parts.append(torch.cat([mine[:quota], spare[:needed]]))
         spare = spare[needed:]
@@ -83,10 +83,10 @@ def minibatches(
             continue
         kept, sent = (each[layout.owners(each) == layout.rank] for each in (mine, moved))
         held = [(each, store.select(layout.places(each))) if len(each) else None for each in (kept, sent)]
-        found = [each for each in (held[0], *gather(held[1:])) if each is not None]
-        at = torch.cat([numbers for numbers, _ in found])
-        pool = type(found[0][1]).cat([batch for _, batch in found])
-        yield pool.select((at == mine.unsqueeze(1)).int().argmax(1))
+        held_here = [each for each in (held[0], *gather(held[1:])) if each is not None]
+        numbers = torch.cat([numbers for numbers, _ in held_here])
+        pool = type(held_here[0][1]).cat([batch for _, batch in held_here])
+        yield pool.select((numbers == mine.unsqueeze(1)).int().argmax(1))
 
 
 class LastStep:

@@ -141,8 +141,8 @@ class Models:
         They are run in float32, which shows smaller differences, unless their attention may need less.
         """
         live = self._live()
-        own = getattr(bare(live), "config", None) if live is not None else None
-        attention = getattr(own, "_attn_implementation", None) or self.config.model.kwargs.get("attn_implementation")
+        config = getattr(bare(live), "config", None) if live is not None else None
+        attention = getattr(config, "_attn_implementation", None) or self.config.model.kwargs.get("attn_implementation")
         exact = attention in (None, "eager", "sdpa", "flex_attention")
         whole = not self.parallel.sharding.keeps_sharded or self.built
         precision = nullcontext if exact else self.parallel.accelerator.autocast
@@ -204,10 +204,10 @@ class Models:
 
     def load_state_dict(self, state: Any, step: int) -> None:
         """Restore what `state_dict` returned after ``step``; log a warning if the learning rate jumps."""
-        own = self.parallel.sharding.own_part(state["optimizer"], self.optimizer)
+        optimizer_state = self.parallel.sharding.own_part(state["optimizer"], self.optimizer)
         before: list[float] = state["scheduler"]["_last_lr"]
         of_user = self._given_scheduler is not None
-        optim.load(self.optimizer, self.scheduler, {**state, "optimizer": own}, of_user=of_user)
+        optim.load(self.optimizer, self.scheduler, {**state, "optimizer": optimizer_state}, of_user=of_user)
         if (now := self.scheduler.get_last_lr()) != before and self.parallel.is_main:
             rates = [" and ".join(dict.fromkeys(f"{rate:.3g}" for rate in each)) for each in (now, before)]
             log.warning(

@@ -57,6 +57,12 @@ class Plan:
         return steps if train.total_steps is None else min(steps, train.total_steps)
 
     @property
+    def epochs(self) -> int | None:
+        """Passes over the dataset; None: as many as ``train.total_steps`` needs."""
+        train = self.config.train
+        return 1 if train.epochs is None and train.total_steps is None else train.epochs
+
+    @property
     def collects_once(self) -> bool:
         """Whether there is one collection, of the whole dataset."""
         return not self.algorithm.online and isinstance(self._data(), Pipeline)
@@ -64,7 +70,7 @@ class Plan:
     @property
     def collections(self) -> int | None:
         """Number of collections in the run's epochs; None: as many as `total_steps` needs."""
-        data, epochs = self._data(), self.algorithm.epochs
+        data, epochs = self._data(), self.epochs
         if not isinstance(data, Pipeline):
             return None
         if self.collects_once:
@@ -74,7 +80,7 @@ class Plan:
     @property
     def rows_to_use(self) -> int | None:
         """Rows of the stream that the run's epochs have; None: as many as `total_steps` needs."""
-        data, epochs = self._data(), self.algorithm.epochs
+        data, epochs = self._data(), self.epochs
         if not isinstance(data, Pipeline) or (epochs is None and not self.collects_once):
             return None
         return self.collection_rows if self.collects_once else (epochs or 1) * len(data)

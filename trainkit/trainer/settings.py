@@ -54,9 +54,9 @@ def check_distribution(config: Config) -> None:
     """Raise a `ConfigError` if an online algorithm would sample without a distribution to learn on."""
     rollout = config.rollout
     if rollout.temperature == 0 or rollout.top_k == 1:
-        field, given = ("temperature", "0") if rollout.temperature == 0 else ("top_k", "1")
+        field, value = ("temperature", "0") if rollout.temperature == 0 else ("top_k", "1")
         raise ConfigError(
-            f"rollout.{field} is {given}: greedy responses have no distribution to learn on, and all responses to "
+            f"rollout.{field} is {value}: greedy responses have no distribution to learn on, and all responses to "
             "a prompt are the same. Give a temperature > 0, and a top_k of 0, for all tokens, or more than 1; for "
             "greedy evaluation set rollout.eval_kwargs.temperature to 0"
         )

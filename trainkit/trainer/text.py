@@ -174,23 +174,25 @@ class Text:
         Raises:
             ConfigError: a setting does not exist, or its value is not allowed.
         """
-        found = generation.settings(self.config, overrides)
+        settings = generation.settings(self.config, overrides)
         special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
-        for stop in found.stop_sequences if self.config.rollout.skip_special_tokens else ():
+        for stop in settings.stop_sequences if self.config.rollout.skip_special_tokens else ():
             if stop not in special and (inside := [token for token in special if token in stop]):
                 raise ConfigError(
                     f"sampling settings: the stop string {stop!r} holds the special token {inside[0]!r}, and the text "
                     f"of responses has none; give {inside[0]!r} alone, or set rollout.skip_special_tokens to false"
                 )
-        if stops := [special[stop] for stop in found.stop_sequences if stop in special]:
-            found = found.model_copy(update={"stop_token_ids": [*dict.fromkeys([*found.stop_token_ids, *stops])]})
+        if stops := [special[stop] for stop in settings.stop_sequences if stop in special]:
+            settings = settings.model_copy(
+                update={"stop_token_ids": [*dict.fromkeys([*settings.stop_token_ids, *stops])]}
+            )
         vocabulary = self.model_config.get_text_config().vocab_size
-        if outside := [token for token in found.stop_token_ids if token >= vocabulary]:
+        if outside := [token for token in settings.stop_token_ids if token >= vocabulary]:
             raise ConfigError(
                 f"sampling settings: stop_token_ids holds {outside[0]}, and the model has {vocabulary} tokens; remove "
                 "it. For responses of a fixed length, set min_new_tokens to max_new_tokens"
             )
-        return found
+        return settings
 
     # ------------------------------------------------------------------------------------------------------ samples
 
@@ -216,22 +218,22 @@ class Text:
             rows = labelled(rows, first=first) if "labels" in self.inputs else rows
             cut = sum(self._encode_sample(row, f"sample {index}")[2] for index, row in enumerate(rows, first))
             check(rows, first=first)
-        own = {"prompt", "chosen", "rejected"} if "pairs" in self.inputs else {"turns", "outputs"}
+        read = {"prompt", "chosen", "rejected"} if "pairs" in self.inputs else {"turns", "outputs"}
         if not any("turns" in row or "chosen" in row for row in rows):
-            own |= {IDS, *PAIR_COLUMNS}
+            read |= {IDS, *PAIR_COLUMNS}
         rated = [kind.removesuffix("s") for kind in self.inputs if kind in ("rewards", "labels")]
-        self.warn_unread(rows, {*own, *rated}, "samples")
+        self.warn_unread(rows, {*read, *rated}, "samples")
         self.warn_unrendered(samples, "sample")
         if cut and self.parallel.is_main:
             log.warning("%d of %d samples were truncated to %s tokens: %s", cut, len(rows), self.limit, self._lost)
         return rows
 
-    def warn_unrendered(self, given: Iterable[Any], what: str) -> None:
+    def warn_unrendered(self, values: Iterable[Any], what: str) -> None:
         """Log what the chat template leaves out of the text of conversations; each part once."""
-        found: Counter[str] = Counter()
-        for index, row in enumerate(given):
-            found.update(unrendered(row, self.tokenizer, f"{what} {index}"))
-        new = {name: count for name, count in found.items() if f"unrendered {name}" not in self._warned}
+        counts: Counter[str] = Counter()
+        for index, row in enumerate(values):
+            counts.update(unrendered(row, self.tokenizer, f"{what} {index}"))
+        new = {name: count for name, count in counts.items() if f"unrendered {name}" not in self._warned}
         self._warned |= {f"unrendered {name}" for name in new}
         if new and self.parallel.is_main:
             named = ", ".join(f"{name} of {count}" for name, count in new.items())
@@ -244,9 +246,9 @@ class Text:
 
     def warn_unread(self, rows: Iterable[Row], read: set[str], what: str) -> None:
         """Log which columns of the rows are neither ``read`` nor read by the algorithm; each once."""
-        found = dict.fromkeys(name for row in rows for name, value in row.items() if is_given(value))
-        known = {*read, *SETTINGS, *self.columns, *self._warned}
-        new = [str(name) for name in found if name not in known]
+        names = dict.fromkeys(name for row in rows for name, value in row.items() if is_given(value))
+        used = {*read, *SETTINGS, *self.columns, *self._warned}
+        new = [str(name) for name in names if name not in used]
         self._warned |= {*new}
         if new and self.parallel.is_main:
             columns, name = f"column{'s' * (len(new) > 1)} {', '.join(map(repr, new))}", self.config.method.name
