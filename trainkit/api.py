@@ -126,14 +126,14 @@ def train(
         from trainkit.data import formatted
 
         samples = formatted(samples, formatting_func)
-    given = {
+    arguments = {
         "reward_fn": reward_fn,
         "environment": environment,
         "prompts": prompts,
         "samples": samples,
         "rewards": rewards,
     }
-    present = [name for name, value in given.items() if value is not None]
+    present = [name for name, value in arguments.items() if value is not None]
     if environment is not None:
         _check_plays(_named_method(config, method) or "ppo")
     _check_combination(present)
@@ -148,7 +148,7 @@ def train(
     # trainers of other models than language models take neither of the first two
     extra: dict[str, Any] = {"tokenizer": tokenizer, "environment": environment}
     extra = {name: value for name, value in extra.items() if value is not None}
-    extra |= {name: given for name, given in (("optimizer", optimizer), ("scheduler", scheduler)) if given is not None}
+    extra |= {name: value for name, value in (("optimizer", optimizer), ("scheduler", scheduler)) if value is not None}
     extra |= {"trust_remote_code": True} if trust_remote_code else {}
     trainer = trainer_class(
         settled,
@@ -180,8 +180,8 @@ def _add_prompts(trainer: AcceleratedLoop[Any], prompts: Prompts | None, *, play
     from trainkit.data import prompt_rows
     from trainkit.data.columns import without
 
-    given = trainer.default_prompts() if prompts is None else without(prompts, trainer.config.data.ignore_columns)
-    rows = prompt_rows(given, needed=not played)
+    source = trainer.default_prompts() if prompts is None else without(prompts, trainer.config.data.ignore_columns)
+    rows = prompt_rows(source, needed=not played)
     trainer.add_prompt_pipeline(rows)
     return rows
 
@@ -200,10 +200,10 @@ def _eval_samples(
     rated = bool({"rewards", "labels"} & {*trainer.inputs})
     if rated and isinstance(eval_samples, tuple) and len(eval_samples) == 2:
         return formatted(eval_samples[0], formatting_func), eval_samples[1]
-    made = formatted(eval_samples, formatting_func)
-    if rated and not are_rated(made, trainer.config.data.ignore_columns):
+    samples = formatted(eval_samples, formatting_func)
+    if rated and not are_rated(samples, trainer.config.data.ignore_columns):
         raise ConfigError(f"eval_samples should be (samples, rewards); given {describe(eval_samples)}")
-    return made, None
+    return samples, None
 
 
 def _unpack_dataset(dataset: Any, samples: Any, rewards: Any) -> tuple[Any, Any]:
@@ -266,9 +266,9 @@ def _named_method(config: Any, method: Any) -> str | None:
     """Return the method that the argument or the configuration names; None if neither does."""
     section = _config_sections(config).get("method")
     named = section if isinstance(section, str) else _as_dict(section).get("name")
-    for given in (method, named):
-        if given is not None and not isinstance(given, str):
-            raise ConfigError(f"method should be a string; given {describe(given)}")
+    for source in (method, named):
+        if source is not None and not isinstance(source, str):
+            raise ConfigError(f"method should be a string; given {describe(source)}")
     if method and named and method.lower() != named.lower():
         raise ConfigError(f"method is {method!r} and the config's method is {named!r}; give one of the two")
     name: str | None = method or named
@@ -292,14 +292,14 @@ def _playing_methods() -> list[str]:
 
     Others are not imported, because the run does not name them.
     """
-    found = []
+    methods = []
     for name in available_trainers():
         try:
             if (name in BUILT_IN or is_registered(name)) and _plays(get_trainer(name)):
-                found.append(name)
+                methods.append(name)
         except TrainkitError:  # it cannot be used, so it is not recommended
             continue
-    return found
+    return methods
 
 
 def _plays(trainer_class: type[Any]) -> bool:
@@ -358,18 +358,18 @@ def _as_dict(section: Any) -> dict[str, Any]:
     raise ConfigError(f"a section of the config is a mapping; given {describe(section)}")
 
 
-def _config_fields(given: Any, key: str) -> dict[str, Any]:
+def _config_fields(source: Any, key: str) -> dict[str, Any]:
     """Return the fields of a transformers config as plain data; ``key`` is the setting that it is for."""
-    if isinstance(given, Mapping):
-        return dict(given)
-    if hasattr(given, "to_diff_dict"):
-        fields: dict[str, Any] = given.to_diff_dict()
+    if isinstance(source, Mapping):
+        return dict(source)
+    if hasattr(source, "to_diff_dict"):
+        fields: dict[str, Any] = source.to_diff_dict()
         fields.pop("transformers_version", None)
-        return {**fields, "model_type": given.model_type}
+        return {**fields, "model_type": source.model_type}
     argument = "model_path" if key == "model_path" else "reference"
     raise ConfigError(
         f"{argument} should be a hub id, a directory, a PreTrainedConfig, its fields, or a PreTrainedModel; "
-        f"given {describe(given)}"
+        f"given {describe(source)}"
     )
 
 
@@ -392,10 +392,10 @@ def _check_inputs(
     met |= {"reward_fn"} if "environment" in present and "reward_fn" in inputs else set()
     if rated and ("rewards" in present or are_rated(samples, ignored)):
         met |= rated
-    known = {*inputs, *(("reward_fn", "environment") if {"reward_fn", "environment"} & {*inputs} else ())}
-    known |= {"rewards"} if rated else set()
+    accepted = {*inputs, *(("reward_fn", "environment") if {"reward_fn", "environment"} & {*inputs} else ())}
+    accepted |= {"rewards"} if rated else set()
     missing = [i for i in inputs if i not in met]
-    unused = [p for p in present if p not in known]
+    unused = [p for p in present if p not in accepted]
     if missing or unused:
         who = f"method {method.name!r}{' with these settings' if varies else ''}"
         change = "Add " + " and ".join(missing) if missing else "Remove " + " and ".join(unused)

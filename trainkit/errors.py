@@ -29,10 +29,10 @@ class TrainkitError(Exception):
         if os.environ.get(TRACEBACK, "").lower() not in ("", "0", "false", "no", "off"):
             return traceback.format_exception(self)
         cause = self.__cause__
-        own = [*user_lines(self.__traceback__), *user_lines(None if cause is None else cause.__traceback__)]
+        frames = [*user_lines(self.__traceback__), *user_lines(None if cause is None else cause.__traceback__)]
         hint = [] if cause is None else [f"(%env {TRACEBACK}=1, and %tb, show the traceback)"]
         message = "\n".join(map(printable, str(self).split("\n")))
-        return [*dict.fromkeys(own), f"{type(self).__name__}: {message}", *hint]
+        return [*dict.fromkeys(frames), f"{type(self).__name__}: {message}", *hint]
 
 
 class ConfigError(TrainkitError, ValueError):
@@ -122,12 +122,12 @@ def suggest(name: str, choices: Iterable[object]) -> str:
     """
     from difflib import get_close_matches
 
-    known = {choice.lower(): choice for choice in map(str, choices)}
-    near = get_close_matches(name.lower(), known, n=1, cutoff=0.6)
+    by_lower_case = {choice.lower(): choice for choice in map(str, choices)}
+    near = get_close_matches(name.lower(), by_lower_case, n=1, cutoff=0.6)
     words = re.findall(r"[a-z0-9]+", name.lower())
-    within = [choice for choice in known if name.lower() in choice.split("_") or choice in words]
-    found = near or (within if len(within) == 1 else [])
-    return f"; did you mean {known[found[0]]!r}?" if found else ""
+    within = [choice for choice in by_lower_case if name.lower() in choice.split("_") or choice in words]
+    matches = near or (within if len(within) == 1 else [])
+    return f"; did you mean {by_lower_case[matches[0]]!r}?" if matches else ""
 
 
 def edits(a: str, b: str) -> int:

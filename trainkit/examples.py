@@ -90,11 +90,11 @@ def run_stage(
     from trainkit.api import train
     from trainkit.config import TRLConfig
 
-    given = {key: value for key, value in (changes or {}).items() if value is not None}
-    given |= {"train.seed": options.seed, "train.run_dir": str(options.run_dir / config.stem)}
+    settings = {key: value for key, value in (changes or {}).items() if value is not None}
+    settings |= {"train.seed": options.seed, "train.run_dir": str(options.run_dir / config.stem)}
     evaluations = Evaluations()
     callbacks = [evaluations, *arguments.get("callbacks", ())]
-    settled: TRLConfig[Any] = TRLConfig.load_yaml(config).update(given)
+    settled: TRLConfig[Any] = TRLConfig.load_yaml(config).update(settings)
     return Stage(config.stem, train(config=settled, **{**arguments, "callbacks": callbacks}), evaluations)
 
 

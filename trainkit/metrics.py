@@ -189,20 +189,20 @@ class PerPromptStatTracker:
 
     def update(self, prompts: Sequence[str], rewards: Sequence[float]) -> Rewards:
         """Add the rewards, and return their advantages in float64, also for integer rewards. [B], [B] -> [B]."""
-        given = np.asarray(rewards, dtype=np.float64)
-        for prompt, reward in zip(prompts, given.tolist(), strict=True):
+        array = np.asarray(rewards, dtype=np.float64)
+        for prompt, reward in zip(prompts, array.tolist(), strict=True):
             self.rewards.setdefault(prompt, deque(maxlen=self.buffer_size)).append(reward)
-        known = {prompt: np.array(self.rewards[prompt]) for prompt in set(prompts)}
-        usable = {prompt: own if len(own) >= self.min_count else given for prompt, own in known.items()}
+        by_prompt = {prompt: np.array(self.rewards[prompt]) for prompt in set(prompts)}
+        usable = {prompt: stored if len(stored) >= self.min_count else array for prompt, stored in by_prompt.items()}
         mean = np.array([usable[prompt].mean() for prompt in prompts])
         std = np.array([usable[prompt].std() for prompt in prompts])
-        standard: Rewards = (given - mean) / (std + 1e-6)
+        standard: Rewards = (array - mean) / (std + 1e-6)
         return standard
 
     def get_stats(self) -> dict[str, dict[str, float]]:
         """Return mean, standard deviation and count of the stored rewards, by prompt."""
-        known = {prompt: np.array(rewards) for prompt, rewards in self.rewards.items()}
-        return {p: {"mean": float(r.mean()), "std": float(r.std()), "count": len(r)} for p, r in known.items()}
+        by_prompt = {prompt: np.array(rewards) for prompt, rewards in self.rewards.items()}
+        return {p: {"mean": float(r.mean()), "std": float(r.std()), "count": len(r)} for p, r in by_prompt.items()}
 
     def state_dict(self) -> dict[str, list[float]]:
         """Return the stored rewards, oldest first, by prompt."""

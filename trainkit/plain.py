@@ -94,10 +94,10 @@ def _parse(text: str, source: str, file: Path | None = None) -> tuple[Any, dict[
         line, column = (0, 0) if mark is None else (mark.line + 1, mark.column + 1)
         place = f" ({file}:{line}, column {column})" if file else f" in line {line}, column {column}"
         place *= mark is not None
-        told = ", ".join(filter(None, (error.context, error.problem)))
-        place += next((f"; {todo}" for words, todo in _REMEDIES.items() if words in told), "")
+        reason = ", ".join(filter(None, (error.context, error.problem)))
+        place += next((f"; {todo}" for words, todo in _REMEDIES.items() if words in reason), "")
         fault = "has a variable that cannot be used" if isinstance(error, _VariableError) else "is not valid YAML"
-        raise ConfigError(f"{source} {fault}: {told[:300]}{place}") from None
+        raise ConfigError(f"{source} {fault}: {reason[:300]}{place}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from None
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError):  # PyYAML's, for !!int x and the like
@@ -120,15 +120,15 @@ _REMEDIES = {
 
 def _lines(node: yaml.Node, key: Key = ()) -> dict[Key, int]:
     """Return the line of each key and item below a node."""
-    found: dict[Key, int] = {}
+    lines: dict[Key, int] = {}
     if isinstance(node, yaml.MappingNode):
         children = [(str(name.value), name, value) for name, value in node.value]
     else:
         items = node.value if isinstance(node, yaml.SequenceNode) else []
         children = [(str(index), value, value) for index, value in enumerate(items)]
     for name, at, value in children:
-        found |= {(*key, name): at.start_mark.line + 1, **_lines(value, (*key, name))}
-    return found
+        lines |= {(*key, name): at.start_mark.line + 1, **_lines(value, (*key, name))}
+    return lines
 
 
 class _VariableError(yaml.MarkedYAMLError):

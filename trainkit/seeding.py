@@ -97,19 +97,19 @@ def response_seeds(
         DataError: a column ``seed`` is not a non-negative integer.
     """
     seen = Counter() if seen is None else seen
-    found: list[int] = []
+    seeds: list[int] = []
     for index, (row, query) in enumerate(zip(rows, queries, strict=True)):
-        own, place = check_seed(row.get("seed"), f"prompt {index}"), row.get(PLACE)
-        key = (-1 if own is None else own, *query) if place is None else (place.position, place.epoch)
+        given_seed, place = check_seed(row.get("seed"), f"prompt {index}"), row.get(PLACE)
+        key = (-1 if given_seed is None else given_seed, *query) if place is None else (place.position, place.epoch)
         number = seen[key]
         seen[key] += 1
-        if own is not None:
-            found.append(derive_seed(own, purpose, number, 0 if place is None else place.epoch))
+        if given_seed is not None:
+            seeds.append(derive_seed(given_seed, purpose, number, 0 if place is None else place.epoch))
         elif place is not None:
-            found.append(derive_seed(seed, purpose, place.position, number))
+            seeds.append(derive_seed(seed, purpose, place.position, number))
         else:
-            found.append(derive_seed(seed, f"{purpose} prompt", number, *query))
-    return found
+            seeds.append(derive_seed(seed, f"{purpose} prompt", number, *query))
+    return seeds
 
 
 def episode_seeds(
@@ -120,19 +120,21 @@ def episode_seeds(
     Responses to one row are compared with each other, so their environments must set the same task. A column
     ``episode_seed`` of a row is its seed: an episode that is played again.
     """
-    found = []
+    seeds = []
     for row, query in zip(rows, queries, strict=True):
-        own = row.get("episode_seed")
-        found.append(response_seeds(seed, f"{purpose} environment", [row], [query])[0] if own is None else own)
-    return found
+        given_seed = row.get("episode_seed")
+        seeds.append(
+            response_seeds(seed, f"{purpose} environment", [row], [query])[0] if given_seed is None else given_seed
+        )
+    return seeds
 
 
 def placed(rows: Iterable[Mapping[str, Any]], first: int = 0) -> list[dict[str, Any]]:
     """Return the rows with places from position ``first`` on; rows with a column ``seed`` get none."""
-    found = [{key: value for key, value in row.items() if key != PLACE} for row in rows]
+    copies = [{key: value for key, value in row.items() if key != PLACE} for row in rows]
     return [
         row if row.get("seed") is not None else {**row, PLACE: Place(first + index, row=index)}
-        for index, row in enumerate(found)
+        for index, row in enumerate(copies)
     ]
 
 

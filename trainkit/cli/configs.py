@@ -28,8 +28,8 @@ class ShowByDefault(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments, with ``show`` before them if they begin with no command."""
         if args and not args[0].startswith("-") and args[0] not in self.commands:
-            known = is_known(args[0]) or _is_file(args[0])
-            mistyped = not known and (suggest(args[0], self.commands) or any("=" not in arg for arg in args[1:]))
+            is_name = is_known(args[0]) or _is_file(args[0])
+            mistyped = not is_name and (suggest(args[0], self.commands) or any("=" not in arg for arg in args[1:]))
             args = args if mistyped else ["show", *args]
         return super().parse_args(ctx, args)
 
@@ -158,12 +158,12 @@ def entry_yaml(head: list[str], settings: type[PluginConfig] | None) -> str:
     for field, about in (settings.model_fields if settings else {}).items():
         if field != "name":
             lines += _comment(about.description, indent)
-            given = (
+            lines_of_entry = (
                 f"{field}:  # required\n"
                 if about.is_required()
                 else to_yaml(hidden({field: about.get_default(call_default_factory=True)}))
             )
-            lines += textwrap.indent(given, indent).splitlines()
+            lines += textwrap.indent(lines_of_entry, indent).splitlines()
     return "\n".join(lines) + "\n"
 
 

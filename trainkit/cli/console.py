@@ -85,31 +85,31 @@ class WithOverrides(TyperCommand):
         Raises:
             typer.BadParameter: an option is unknown, or another usage error; names the override to write instead.
         """
-        given = list(args)
+        words = list(args)
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
             if option := getattr(error, "option_name", ""):
-                error.message += _as_override(option, given)  # type: ignore[attr-defined]
+                error.message += _as_override(option, words)  # type: ignore[attr-defined]
             raise
 
 
-def _as_override(option: str, given: list[str]) -> str:
+def _as_override(option: str, words: list[str]) -> str:
     """Return what to write instead of an option that the command does not have."""
     from trainkit.config import dotted, note
 
     if option in ("--config", "--config-file", "--config_file", "-c"):
         return ". The configuration file is given without an option: trainkit train CONFIG.yaml"
     if not option.startswith("--"):  # click takes the letters of -lr for options
-        option = next((argument for argument in given if argument.startswith(option)), option)
+        option = next((argument for argument in words if argument.startswith(option)), option)
     name = option.rpartition(".")[2].lstrip("-")  # of Lightning's command line: --trainer.max_epochs
     if not (meant := dotted(option) or dotted(name)):
-        return f". {told[0].upper()}{told[1:]}" if (told := note(name)) else ""
+        return f". {hint[0].upper()}{hint[1:]}" if (hint := note(name)) else ""
     if meant[0].startswith("--"):
         return f". Give {meant[0]}"
-    at = next((index for index, argument in enumerate(given) if argument.partition("=")[0] == option), len(given))
-    value = given[at].partition("=")[2] if at < len(given) else ""
-    value = value or next(iter(given[at + 1 : at + 2]), "") or (name if name in ("bf16", "fp16") else "VALUE")
+    at = next((index for index, argument in enumerate(words) if argument.partition("=")[0] == option), len(words))
+    value = words[at].partition("=")[2] if at < len(words) else ""
+    value = value or next(iter(words[at + 1 : at + 2]), "") or (name if name in ("bf16", "fp16") else "VALUE")
     value = f"'[{value}]'" if meant == ["train.trackers"] else value
     return f". Settings are given as key=value: {' or '.join(f'{key}={value}' for key in meant)}"
 

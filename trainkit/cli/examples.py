@@ -14,9 +14,9 @@ from trainkit.plugins import load_file
 
 def list_examples() -> None:
     """List the examples with a description of each."""
-    found = find_examples()
-    width = max(map(len, found), default=0)
-    for name, path in found.items():
+    examples = find_examples()
+    width = max(map(len, examples), default=0)
+    for name, path in examples.items():
         about = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         typer.echo(f"{name:<{width}}  {about.partition(chr(10))[0]}")
 
@@ -26,11 +26,13 @@ def run_example(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="Arguments for it.")] = None,
 ) -> None:
     """Run an example; arguments after its name (`--seed 2`, `--help`) are passed to it."""
-    found = find_examples()
-    if name not in found:
-        raise ConfigError(f"there is no example {name!r}{suggest(name, found)}; known: {', '.join(found) or 'none'}")
+    examples = find_examples()
+    if name not in examples:
+        raise ConfigError(
+            f"there is no example {name!r}{suggest(name, examples)}; known: {', '.join(examples) or 'none'}"
+        )
     try:
-        load_file(found[name]).main(arguments or [])
+        load_file(examples[name]).main(arguments or [])
     except ConfigError as error:
         if isinstance(error.__cause__, ModuleNotFoundError):
             raise ConfigError(

@@ -179,9 +179,9 @@ def _directory(path: Path) -> Sequence[Any]:
     names = {re.sub(r"(-\d+-of-\d+)?\.\w+(\.gz)?$", "", file.name) for file in files}
     if not files:
         below = sorted({str(file.parent) for file in path.glob("*/*") if kind_of(file) in READERS})[:20]
-        told = f"; name a directory below: {', '.join(below)}" if below else ""
+        hint = f"; name a directory below: {', '.join(below)}" if below else ""
         raise DataError(
-            f"the directory {str(path)!r} has no data: no saved dataset, and no {', '.join(READERS)} file{told}"
+            f"the directory {str(path)!r} has no data: no saved dataset, and no {', '.join(READERS)} file{hint}"
         )
     if len(names) > 1:  # such as splits
         raise DataError(f"{str(path)!r} has several data files; name one: {', '.join(map(str, files[:20]))}")

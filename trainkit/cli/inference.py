@@ -76,16 +76,16 @@ def generate(
     score = {"reward_fn": reward_fn and load_function(reward_fn)}
     tried = load_model(model, best, temperature, top_p, max_new_tokens, seed, batch_size, trust_remote_code, **score)
     settings = {**_settings(tried, samples_per_prompt), "best_of": best_of, "reward_fn": reward_fn}
-    known = _continued(out, rows, samples_per_prompt, settings, written)
+    done = _continued(out, rows, samples_per_prompt, settings, written)
     total = len(rows) * samples_per_prompt
     with out.open("a", encoding="utf-8") as file:
-        for response in _shown(respond(tried, rows, samples_per_prompt, known, best_of=best_of), known, total):
+        for response in _shown(respond(tried, rows, samples_per_prompt, done, best_of=best_of), done, total):
             line = {**response.row, "output": response.output, "finish_reason": response.finish_reason}
             line |= {"score": response.score} if best_of else {}
             file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
             file.flush()
-    told = f", of which {known} were there" if known else ""
-    typer.echo(f"{out}: {total} responses to {len(rows)} prompts{told}")
+    note = f", of which {done} were there" if done else ""
+    typer.echo(f"{out}: {total} responses to {len(rows)} prompts{note}")
 
 
 def load_model(
@@ -163,8 +163,8 @@ def _continued(
     lines = whole.decode("utf-8").split("\n")[:-1]
     expected = [row for row in rows for _ in range(samples_per_prompt)]
     for at, line in enumerate(lines):
-        found = _read_json(line, f"{out}, line {at + 1}", another)
-        row = {name: value for name, value in found.items() if name not in written}
+        line_settings = _read_json(line, f"{out}, line {at + 1}", another)
+        row = {name: value for name, value in line_settings.items() if name not in written}
         if at >= len(expected) or row != json.loads(json.dumps(expected[at], default=str)):
             raise DataError(f"{out} was begun with other prompts (line {at + 1}); {another}")
     if len(whole) < len(text):
@@ -179,7 +179,7 @@ def _read_json(text: str, where: str, another: str) -> dict[str, Any]:
         raise DataError(f"{where}: not a JSON object ({error}); {another}") from error
 
 
-def _shown(responses: Any, known: int, total: int) -> Any:
+def _shown(responses: Any, done: int, total: int) -> Any:
     """Yield the responses, with a progress bar if standard error is a terminal."""
     if not sys.stderr.isatty():
         yield from responses
@@ -189,7 +189,7 @@ def _shown(responses: Any, known: int, total: int) -> Any:
 
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("responses", total=total, completed=known)
+        task = progress.add_task("responses", total=total, completed=done)
         for response in responses:
             yield response
             progress.advance(task)
@@ -223,31 +223,31 @@ def evaluate(
 
     Of a run, the settings are the run's: on the same prompts the numbers are those of its last evaluation.
     """
-    given = {
+    settings = {
         "reward_fn": reward_fn and load_function(reward_fn),
         "metric_fn": metric_fn and load_function(metric_fn),
         "environment": environment and load_function(environment),
     }
-    known = _of_task(task, model, best) if task else {}
-    known |= {name: value for name, value in given.items() if value}
-    data = known.pop("eval_prompts", None) if prompts is None else read_data(prompts)
-    known.pop("eval_prompts", None)
+    arguments = _of_task(task, model, best) if task else {}
+    arguments |= {name: value for name, value in settings.items() if value}
+    data = arguments.pop("eval_prompts", None) if prompts is None else read_data(prompts)
+    arguments.pop("eval_prompts", None)
     if data is None and lm_eval is None:
         raise ConfigError("there is nothing to evaluate on; give --prompts, or --lm-eval TASKS")
-    if data is not None and not {"reward_fn", "metric_fn", "environment"} & known.keys():
+    if data is not None and not {"reward_fn", "metric_fn", "environment"} & arguments.keys():
         raise ConfigError("there is nothing to measure responses with; give --reward-fn, --metric-fn or --environment")
-    tried = load_model(model, best, temperature, None, max_new_tokens, seed, batch_size, trust_remote_code, **known)
+    tried = load_model(model, best, temperature, None, max_new_tokens, seed, batch_size, trust_remote_code, **arguments)
     report: dict[str, Any] = {"model": tried.source.model, **tried.source.mark}
     if data is not None:
         from trainkit.trainer.inference import evaluate
 
-        found = evaluate(tried, data)
-        report |= _report(found)
+        evaluated = evaluate(tried, data)
+        report |= _report(evaluated)
         if out is not None:
-            lines = [json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in found.records]
+            lines = [json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in evaluated.records]
             out.write_text("".join(lines), encoding="utf-8")
         if not as_json:
-            typer.echo("\n".join(_text(report, found)))
+            typer.echo("\n".join(_text(report, evaluated)))
     if lm_eval is not None:
         report["lm_eval"] = _harness(tried, lm_eval, batch_size, show=not as_json)
     if as_json:
@@ -265,18 +265,18 @@ def _of_task(task: str, model: str, best: bool) -> dict[str, Any]:
 
     run = find_model(model, best=best).run
     seed = 0 if run is None else Record(run).setting("train", "seed", 0)
-    found = task_arguments(task, seed)
-    return {name: found[name] for name in OF_TASKS if found.get(name) is not None}
+    arguments = task_arguments(task, seed)
+    return {name: arguments[name] for name in OF_TASKS if arguments.get(name) is not None}
 
 
-def _report(found: Evaluated) -> dict[str, Any]:
-    ranked = found.ranked()
+def _report(evaluated: Evaluated) -> dict[str, Any]:
+    ranked = evaluated.ranked()
     return {
-        "responses": len(found.records),
-        "metrics": found.metrics,
+        "responses": len(evaluated.records),
+        "metrics": evaluated.metrics,
         "means": {
             name: {"mean": mean.mean, "std": _number(mean.std), "interval": [*map(_number, mean.interval)]}
-            for name, mean in found.means.items()
+            for name, mean in evaluated.means.items()
         },
         "best": ranked[:SHOWN],
         "worst": ranked[SHOWN:][-SHOWN:][::-1],
@@ -287,14 +287,14 @@ def _number(value: float) -> float | None:
     return None if value != value else value
 
 
-def _text(report: dict[str, Any], found: Evaluated) -> list[str]:
+def _text(report: dict[str, Any], evaluated: Evaluated) -> list[str]:
     """Return the lines of a report: a table of the means, other metrics, the best and the worst responses."""
     step = f" after step {report['step']} of {report['method']}" if "step" in report else ""
     lines = [f"{report['model']}{step}: {report['responses']} responses", ""]
-    rows = [("", "mean", "std", "95 % interval"), *(_cells(name, mean) for name, mean in found.means.items())]
+    rows = [("", "mean", "std", "95 % interval"), *(_cells(name, mean) for name, mean in evaluated.means.items())]
     lines += aligned(rows)
-    others = [name for name in found.metrics if name.removeprefix("eval/") not in found.means]
-    lines += [f"{name.removeprefix('eval/')}  {found.metrics[name]:.4g}" for name in others]
+    others = [name for name in evaluated.metrics if name.removeprefix("eval/") not in evaluated.means]
+    lines += [f"{name.removeprefix('eval/')}  {evaluated.metrics[name]:.4g}" for name in others]
     for which in ("best", "worst"):
         lines += ["", f"{which}:"] if report[which] else []
         lines += [f"  {each['reward']:.4g}  {_cut(each['prompt'])} → {_cut(each['output'])}" for each in report[which]]
@@ -303,13 +303,18 @@ def _text(report: dict[str, Any], found: Evaluated) -> list[str]:
 
 def _cells(name: str, mean: Estimate) -> tuple[str, ...]:
     low, high = mean.interval
-    known = mean.count > 1
-    return (name, f"{mean.mean:.4g}", f"{mean.std:.4g}" if known else "-", f"{low:.4g} to {high:.4g}" if known else "-")
+    has_interval = mean.count > 1
+    return (
+        name,
+        f"{mean.mean:.4g}",
+        f"{mean.std:.4g}" if has_interval else "-",
+        f"{low:.4g} to {high:.4g}" if has_interval else "-",
+    )
 
 
 def _cut(text: Any, width: int = 100) -> str:
-    told = " ".join(str(text).split())
-    return told if len(told) <= width else told[: width - 1] + "…"
+    line = " ".join(str(text).split())
+    return line if len(line) <= width else line[: width - 1] + "…"
 
 
 HARNESS = 'the package lm-eval is not installed; install it: pip install "trainkit-rl[eval]"'
@@ -333,11 +338,11 @@ def _harness(tried: Tried, tasks: str, batch_size: int | None, *, show: bool) ->
     manager = TaskManager(include_path=sorted({str(file.parent) for file in files.values()}) or None)
     asked: list[str] = []
     for name in names:
-        wanted = _task_name(files[name]) if name in files else name
-        found = manager.match_tasks([wanted])
-        if not found:
-            raise ConfigError(f"lm-eval has no task {wanted!r}{suggest(wanted, manager.all_tasks)}")
-        asked += found
+        task = _task_name(files[name]) if name in files else name
+        matches = manager.match_tasks([task])
+        if not matches:
+            raise ConfigError(f"lm-eval has no task {task!r}{suggest(task, manager.all_tasks)}")
+        asked += matches
     trainer = tried.trainer
     model = HFLM(pretrained=trainer.unwrapped.model, tokenizer=trainer.tokenizer, batch_size=batch_size or 8)
     seed = trainer.config.train.seed
@@ -351,9 +356,9 @@ def _harness(tried: Tried, tasks: str, batch_size: int | None, *, show: bool) ->
 def _task_name(file: Path) -> str:
     """Return the name that a task's YAML file gives it."""
     try:
-        found = re.search(r"^(?:task|group):\s*[\"']?([^\s\"'#]+)", file.read_text(encoding="utf-8"), re.MULTILINE)
+        match = re.search(r"^(?:task|group):\s*[\"']?([^\s\"'#]+)", file.read_text(encoding="utf-8"), re.MULTILINE)
     except OSError as error:
         raise ConfigError(f"cannot read the task {str(file)!r}: {error.strerror}") from error
-    if found is None:
+    if match is None:
         raise ConfigError(f"{str(file)!r} names no task; give it a line `task: NAME`, as lm-eval's tasks have")
-    return found[1]
+    return match[1]

@@ -39,13 +39,13 @@ class WithInstalled(ExplainedErrors):
         """
         if name in self.commands:
             return self.commands[name]
-        found = [command for command in self._installed(ctx) if command.name == name]
-        usable = [command for command in found if not command.why]
-        if found and not usable and not ctx.resilient_parsing:
+        commands = [command for command in self._installed(ctx) if command.name == name]
+        usable = [command for command in commands if not command.why]
+        if commands and not usable and not ctx.resilient_parsing:
             if name in OWN:
-                raise RegistryError(f"{_missing(name)}; {found[0].why}")
+                raise RegistryError(f"{_missing(name)}; {commands[0].why}")
             raise RegistryError(
-                f"the command {name!r} cannot be used: {'; '.join(dict.fromkeys(c.why for c in found))}"
+                f"the command {name!r} cannot be used: {'; '.join(dict.fromkeys(c.why for c in commands))}"
             )
         return _Installed(usable[0]) if usable else None
 
@@ -73,9 +73,9 @@ class WithInstalled(ExplainedErrors):
             if name in OWN:
                 error.message = _missing(name)  # type: ignore[attr-defined]
             elif near:
-                told, _, hint = error.message.partition(". ")  # type: ignore[attr-defined]
+                reason, _, hint = error.message.partition(". ")  # type: ignore[attr-defined]
                 meant = ", ".join(map(repr, near))
-                error.message = f"{told.rstrip('.')}. Did you mean {meant}? {hint}".rstrip()  # type: ignore[attr-defined]
+                error.message = f"{reason.rstrip('.')}. Did you mean {meant}? {hint}".rstrip()  # type: ignore[attr-defined]
             raise
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -111,15 +111,15 @@ def _made(command: Command) -> Any:
         PluginError: it cannot be imported, or is neither a function nor an app of typer; names the distribution.
     """
     try:
-        found = command.load()
-        if isinstance(found, FunctionType):
+        loaded = command.load()
+        if isinstance(loaded, FunctionType):
             app = typer.Typer(rich_markup_mode=None)
-            app.command(command.name)(found)
-        elif isinstance(found, typer.Typer):
-            app = found
+            app.command(command.name)(loaded)
+        elif isinstance(loaded, typer.Typer):
+            app = loaded
         else:
-            raise TypeError(f"it should be a function or a typer.Typer; given {describe(found)}")
-        made: Any = get_command(app)
+            raise TypeError(f"it should be a function or a typer.Typer; given {describe(loaded)}")
+        command_of_app: Any = get_command(app)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a module may even call sys.exit()
@@ -127,8 +127,8 @@ def _made(command: Command) -> Any:
             f"the command {command.name!r} of {command} cannot be used: {said(error)}. Repair or uninstall the "
             f"distribution {command.distribution!r}; other commands are not affected"
         ) from error
-    made.params = [each for each in made.params if each.name not in COMPLETION]
-    return made
+    command_of_app.params = [each for each in command_of_app.params if each.name not in COMPLETION]
+    return command_of_app
 
 
 def _missing(name: str) -> str:

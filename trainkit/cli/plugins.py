@@ -73,16 +73,16 @@ def list_plugins(
 
     for _, message in unknown_disabled():
         typer.echo(f"warning: {printable(message)}", err=True)
-    found = discover()
+    plugins = discover()
     if try_imports:
         from trainkit.plugins.probe import probe
 
-        found = probe(found)
+        plugins = probe(plugins)
     # what a distribution says of its plugins may be anything
-    rows = [{key: printable(v) if isinstance(v, str) else v for key, v in asdict(each).items()} for each in found]
-    typer.echo(json.dumps(rows, indent=2) if as_json else plugins_table(found))
+    rows = [{key: printable(v) if isinstance(v, str) else v for key, v in asdict(each).items()} for each in plugins]
+    typer.echo(json.dumps(rows, indent=2) if as_json else plugins_table(plugins))
     if strict_plugins:
-        require_sound(found)
+        require_sound(plugins)
 
 
 def require_sound(plugins: Iterable[PluginInfo]) -> None:
@@ -147,12 +147,12 @@ def check_plugin(
     typer.echo(f"\n{lines(report)}")
 
 
-def _expected_failures(given: list[str]) -> dict[str, str]:
+def _expected_failures(options: list[str]) -> dict[str, str]:
     """Return the checks of ``--expect-failure`` with their reasons."""
-    found = {}
-    for text in given:
+    reasons = {}
+    for text in options:
         check, _, why = text.partition("=")
         if not check or not why.strip():
             raise ConfigError(f"--expect-failure is {text!r}; give CHECK=WHY, the check's name and why it fails")
-        found[check] = why
-    return found
+        reasons[check] = why
+    return reasons

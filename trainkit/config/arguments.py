@@ -55,51 +55,53 @@ NULL = ", or null"
 """The end of what is said of an argument that may be None."""
 
 
-def check_optimizer(name: str, given: Mapping[str, Any]) -> None:
+def check_optimizer(name: str, arguments: Mapping[str, Any]) -> None:
     """Check further arguments of an optimizer.
 
     Raises:
         ValidationError: it does not take one of them, or not this value.
     """
-    if given:
-        _check(given, name, _optimizers(), f"argument of torch.optim.{OPTIMIZERS[name]}")
+    if arguments:
+        _check(arguments, name, _optimizers(), f"argument of torch.optim.{OPTIMIZERS[name]}")
 
 
-def check_schedule(name: str, given: Mapping[str, Any]) -> None:
+def check_schedule(name: str, arguments: Mapping[str, Any]) -> None:
     """Check further arguments of a schedule.
 
     Raises:
         ValidationError: it does not take one of them, or not this value.
     """
-    if given:
-        _check(given, name, _schedules(), f"argument of the schedule {name!r}")
+    if arguments:
+        _check(arguments, name, _schedules(), f"argument of the schedule {name!r}")
 
 
-def check_adapter(given: Mapping[str, Any]) -> None:
+def check_adapter(fields: Mapping[str, Any]) -> None:
     """Check the type of an adapter, and its fields.
 
     Raises:
         ValidationError: peft has no such type, or the type no such field, or the field does not take this value.
     """
-    types, kind = _adapters(), str(given.get("peft_type", "LORA"))
+    types, kind = _adapters(), str(fields.get("peft_type", "LORA"))
     if kind.upper() not in types:
         reason = f"unknown type of adapter{suggest(kind.upper(), types)}; known: {', '.join(sorted(types))}"
         raise _refused([("peft_type", kind, reason)])
-    _check(given, kind.upper(), {kind.upper(): types[kind.upper()]}, f"field of peft's {kind.upper()}")
+    _check(fields, kind.upper(), {kind.upper(): types[kind.upper()]}, f"field of peft's {kind.upper()}")
 
 
-def _check(given: Mapping[str, Any], taker: str, arguments: Arguments, what: str) -> None:
+def _check(values: Mapping[str, Any], taker: str, arguments: Arguments, what: str) -> None:
     """Check the arguments that are given to one of those that take some."""
-    known = arguments[taker]
-    listed = f"known: {', '.join(known)}" if known else "there are none; remove it"
+    parameters = arguments[taker]
+    listed = f"known: {', '.join(parameters)}" if parameters else "there are none; remove it"
     faults = [
         (
             name,
             value,
-            f"should be {known[name]}" if name in known else f"no {what}{_meant(name, known, arguments)}; {listed}",
+            f"should be {parameters[name]}"
+            if name in parameters
+            else f"no {what}{_meant(name, parameters, arguments)}; {listed}",
         )
-        for name, value in given.items()
-        if name not in known or not _takes(known[name], value)
+        for name, value in values.items()
+        if name not in parameters or not _takes(parameters[name], value)
     ]
     if faults:
         raise _refused(faults)
@@ -107,10 +109,10 @@ def _check(given: Mapping[str, Any], taker: str, arguments: Arguments, what: str
 
 def _meant(name: str, known: Iterable[str], arguments: Arguments) -> str:
     """Return what an unknown argument may have meant: another framework's name, a similar one, or that of another."""
-    own = [*[path.rpartition(".")[2] for path in dotted(name)], name]
-    if found := [each for each in own if each in known]:
-        return f"; did you mean {found[0]!r}?"
-    others = [f"{taker!r} takes {each}" for each in own for taker, taken in arguments.items() if each in taken]
+    candidates = [*[path.rpartition(".")[2] for path in dotted(name)], name]
+    if matching := [each for each in candidates if each in known]:
+        return f"; did you mean {matching[0]!r}?"
+    others = [f"{taker!r} takes {each}" for each in candidates for taker, taken in arguments.items() if each in taken]
     return suggest(name, known) or (f"; {others[0]}" if others else "")
 
 
@@ -141,7 +143,7 @@ def _refused(faults: list[tuple[str, Any, str]]) -> ValidationError:
 def _optimizers() -> Arguments:
     import torch
 
-    return {name: _parameters(getattr(torch.optim, made)) for name, made in OPTIMIZERS.items()}
+    return {name: _parameters(getattr(torch.optim, cls)) for name, cls in OPTIMIZERS.items()}
 
 
 @cache
@@ -149,7 +151,7 @@ def _schedules() -> Arguments:
     from torch.optim import lr_scheduler
     from transformers import optimization
 
-    makers = {name: getattr(optimization, made) for name, made in SCHEDULES.items()}
+    makers = {name: getattr(optimization, function) for name, function in SCHEDULES.items()}
     makers |= {name: getattr(lr_scheduler, name) for name in TORCH_SCHEDULES}
     return {"constant": {}, **{name: _parameters(maker) for name, maker in makers.items()}}
 
@@ -160,14 +162,14 @@ def _adapters() -> Arguments:
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING
 
     return {
-        kind.value: {field.name: _kind(field.type, None) for field in dataclasses.fields(made)}
-        for kind, made in PEFT_TYPE_TO_CONFIG_MAPPING.items()
+        kind.value: {field.name: _kind(field.type, None) for field in dataclasses.fields(cls)}
+        for kind, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items()
     }
 
 
 def _parameters(maker: Any) -> dict[str, str]:
-    found = inspect.signature(maker).parameters.items()
-    return {name: _kind(each.annotation, each.default) for name, each in found if name not in OWN}
+    parameters = inspect.signature(maker).parameters.items()
+    return {name: _kind(each.annotation, each.default) for name, each in parameters if name not in OWN}
 
 
 def _kind(annotation: Any, default: Any) -> str:

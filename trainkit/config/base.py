@@ -185,8 +185,8 @@ def _frozen(part: Frozen, name: str, value: Any) -> str:
     sections = {field.annotation: key for key, field in TRLConfig.model_fields.items()}
     key = "method" if isinstance(part, MethodConfig) else sections.get(type(part))
     text = repr(hidden({name: value})[name])
-    given = text if len(text) <= SHORT else "..."
-    change = f"{name}={given}" if isinstance(part, TRLConfig) else f"{key}=dict({name}={given})" if key else "..."
+    shown = text if len(text) <= SHORT else "..."
+    change = f"{name}={shown}" if isinstance(part, TRLConfig) else f"{key}=dict({name}={shown})" if key else "..."
     return (
         f"{type(part).__name__} is frozen, and {name!r} cannot be assigned. Make a changed copy: "
         f"config = config.evolve({change})"

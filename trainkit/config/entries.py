@@ -46,17 +46,17 @@ def _of_tracker(value: Any) -> str | PluginConfig:
 
 def _of_part(part: Part, value: Any) -> str | PluginConfig:
     """Return the name of an engine or a sharding, or its validated settings if it has settings."""
-    given, name = given_entry(value, f"the name of {part.label}")
+    fields, name = given_entry(value, f"the name of {part.label}")
     try:
         settings = None if name.lower() in part.own else get_part(part, name).settings
     except RegistryError as error:
         meant = [each for each in known_values().get(name.lower(), []) if each in part.own or is_known(each)]
         raise _refused(f"{error}; elsewhere {' or '.join(meant)} is called so" if meant else str(error)) from error
     if settings is None:
-        if given:
-            raise _refused(f"{name!r} has no settings; remove {', '.join(map(repr, given))}")
+        if fields:
+            raise _refused(f"{name!r} has no settings; remove {', '.join(map(repr, fields))}")
         return name.lower()
-    entry: PluginConfig = settings.model_validate({**given, "name": name.lower()})
+    entry: PluginConfig = settings.model_validate({**fields, "name": name.lower()})
     return entry
 
 
@@ -72,17 +72,17 @@ ShardingEntry = Annotated[str | SerializeAsAny[PluginConfig], BeforeValidator(pa
 
 def _entry(value: Any, *, tracker: bool) -> str | PluginConfig:
     """Return the name of a plugin, or its validated settings if it has settings."""
-    given, name = given_entry(value)
+    fields, name = given_entry(value)
     if why_disabled(name):  # a run does without it
-        return _Unread(name=name, **given) if given else name
-    if tracker and name in ACCELERATE_TRACKERS and not given:
+        return _Unread(name=name, **fields) if fields else name
+    if tracker and name in ACCELERATE_TRACKERS and not fields:
         return name
     settings = settings_class(name, tracker)
     if settings is None:
-        if given:
-            raise _refused(f"{name!r} has no settings; remove {', '.join(map(repr, given))}")
+        if fields:
+            raise _refused(f"{name!r} has no settings; remove {', '.join(map(repr, fields))}")
         return name
-    entry: PluginConfig = settings.model_validate({**given, "name": name.lower()})
+    entry: PluginConfig = settings.model_validate({**fields, "name": name.lower()})
     return entry
 
 
@@ -91,8 +91,10 @@ def settings_class(name: str, tracker: bool) -> type[PluginConfig] | None:
     if tracker and name in ACCELERATE_TRACKERS:
         return TRACKERS.get(name)
     if tracker and not is_known(name):
-        known = sorted({*ACCELERATE_TRACKERS, *of_kind(TRACKER)})
-        raise _refused(f"there is no tracker {name!r}{suggest(name, known)}; known: {', '.join(known)}{of_old_group()}")
+        trackers = sorted({*ACCELERATE_TRACKERS, *of_kind(TRACKER)})
+        raise _refused(
+            f"there is no tracker {name!r}{suggest(name, trackers)}; known: {', '.join(trackers)}{of_old_group()}"
+        )
     if tracker and kinds_of(name) == {TRAINER}:
         raise _refused(f"{name!r} is an algorithm; name it in method")
     try:
@@ -133,9 +135,9 @@ def named_once(entries: list[str | PluginConfig]) -> list[str | PluginConfig]:
     Raises:
         ValueError: a plugin is named twice with different settings.
     """
-    found: dict[str, str | PluginConfig] = {}
+    by_name: dict[str, str | PluginConfig] = {}
     for entry in entries:
         name = name_of(entry)
-        if found.setdefault(name, entry) != entry and not isinstance(entry, str):
+        if by_name.setdefault(name, entry) != entry and not isinstance(entry, str):
             raise ValueError(f"{name!r} is named twice with different settings; name it once")
-    return list(found.values())
+    return list(by_name.values())

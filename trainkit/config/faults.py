@@ -59,31 +59,31 @@ def report(faults: list[Fault], places: Places) -> str:
 
 def faults_of(error: ValidationError, data: Mapping[str, Any]) -> list[Fault]:
     """Return the faults that the validation of ``data`` has found."""
-    found: list[Fault] = []
+    faults: list[Fault] = []
     listed: set[Key] = set()  # the sections whose fields a message has listed
     of_method = cache(lambda: _method_fields(data))  # which takes some hundredths of a second
     for each in error.errors():
         loc = each["loc"]
         key = tuple(map(str, loc))
-        if len(found) >= SHOWN:  # counted, not shown
-            found.append(Fault(key, each["msg"]))
+        if len(faults) >= SHOWN:  # counted, not shown
+            faults.append(Fault(key, each["msg"]))
             continue
         if each["type"] == "extra_forbidden":
-            known = _fields_at(loc[:-1], data)
+            fields = _fields_at(loc[:-1], data)
             again = key[:-1] in listed
             listed.add(key[:-1])
-            allowed = "as above" if again else ", ".join(known)
-            message = f"unknown field{_near(key, known, of_method)} (given {_given(each)}; known: {allowed})"
+            allowed = "as above" if again else ", ".join(fields)
+            message = f"unknown field{_near(key, fields, of_method)} (given {_given(each)}; known: {allowed})"
         elif each["type"] == "missing":
             message = "required, not given"
             if key == ("method",):
                 message += f"; name an algorithm: {', '.join(available_trainers())}"
         else:
             set_there = each["type"] == "value_error" and isinstance(each["input"], Mapping)  # without other defaults
-            own = value_at(data, key) if set_there else ...
-            message = f"{_said(each, key)} (given {_given(each if own is ... else {**each, 'input': own})})"
-        found.append(Fault(key, message, ".".join(_parts(loc, data))))
-    return found
+            value = value_at(data, key) if set_there else ...
+            message = f"{_said(each, key)} (given {_given(each if value is ... else {**each, 'input': value})})"
+        faults.append(Fault(key, message, ".".join(_parts(loc, data))))
+    return faults
 
 
 def _given(each: Mapping[str, Any]) -> str:
@@ -149,7 +149,7 @@ def _near(key: Key, known: list[str], of_method: Callable[[], list[str]]) -> str
         return f"; did you mean {' or '.join(meant)}?"
     if key[0] == "data":
         return "; data are not part of a configuration: give --samples or --prompts"
-    return f"; {told}" if (told := note(name)) else suggest(name, known)
+    return f"; {hint}" if (hint := note(name)) else suggest(name, known)
 
 
 def _parts(loc: tuple[int | str, ...], data: Mapping[str, Any]) -> list[str]:

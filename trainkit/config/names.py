@@ -44,11 +44,11 @@ def settings() -> dict[str, list[str]]:
     """Return the dotted paths of trainkit's own settings, by their last names."""
     from trainkit.config.tree import TRLConfig
 
-    found: dict[str, list[str]] = {}
+    keys: dict[str, list[str]] = {}
     for section, about in TRLConfig.model_fields.items():
         for name in getattr(about.annotation, "model_fields", {}):
-            found.setdefault(name, []).append(f"{section}.{name}")
-    return found
+            keys.setdefault(name, []).append(f"{section}.{name}")
+    return keys
 
 
 def known_names() -> dict[str, str]:

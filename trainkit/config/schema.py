@@ -22,12 +22,12 @@ def json_schema(methods: Iterable[str]) -> dict[str, Any]:
     parts = schema["$defs"]
     choices = []
     for name in methods:
-        own = get_method_class(name).model_json_schema(ref_template="#/$defs/{model}")
-        parts |= own.pop("$defs", {})
-        own["properties"]["name"] |= {"const": name}
-        own["required"] = ["name"]
-        parts[own["title"]] = own
-        choices.append({"$ref": f"#/$defs/{own['title']}"})
+        schema_of_method = get_method_class(name).model_json_schema(ref_template="#/$defs/{model}")
+        parts |= schema_of_method.pop("$defs", {})
+        schema_of_method["properties"]["name"] |= {"const": name}
+        schema_of_method["required"] = ["name"]
+        parts[schema_of_method["title"]] = schema_of_method
+        choices.append({"$ref": f"#/$defs/{schema_of_method['title']}"})
     names = {"enum": [parts[choice["$ref"].rpartition("/")[2]]["properties"]["name"]["const"] for choice in choices]}
     schema["properties"]["method"] = {"anyOf": [names, *choices], "description": "The algorithm and its settings."}
     parts["PluginConfig"]["additionalProperties"] = True  # which settings there are, each plugin says

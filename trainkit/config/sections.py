@@ -19,12 +19,12 @@ def _one_token(kwargs: Plain) -> Plain:
 
     A tokenizer would take ``hf_token`` for one of its special tokens, and save it.
     """
-    found = {name: kwargs[name] for name in HUB_TOKENS if name in kwargs}
-    given = {name: token for name, token in found.items() if token != MASK} or found
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} are given, which are one setting; give token alone")
-    rest = {name: value for name, value in kwargs.items() if name not in found}
-    for token in given.values():
+    tokens = {name: kwargs[name] for name in HUB_TOKENS if name in kwargs}
+    real = {name: token for name, token in tokens.items() if token != MASK} or tokens
+    if len(real) > 1:
+        raise ValueError(f"{' and '.join(real)} are given, which are one setting; give token alone")
+    rest = {name: value for name, value in kwargs.items() if name not in tokens}
+    for token in real.values():
         if not all("!" <= character <= "~" for character in str(token)):
             raise ValueError("the token has a space, a line break or another character that no token has; copy it")
         rest["token"] = token
@@ -279,9 +279,9 @@ class RolloutConfig(SamplingConfig):
             raise ValueError(f"one setting may be a list of values to sweep; given: {', '.join(swept)}")
         sampling: type[SamplingConfig] | None = (info.context or {}).get("sampling")
         for _, settings in sweep(value):
-            known = {name: v for name, v in settings.items() if sampling or name in SamplingConfig.model_fields}
+            accepted = {name: v for name, v in settings.items() if sampling or name in SamplingConfig.model_fields}
             lengths = {name: info.data[name] for name in ("max_new_tokens", "min_new_tokens") if name in info.data}
-            (sampling or SamplingConfig).model_validate(lengths | known)  # `TRLConfig` checks those of the method
+            (sampling or SamplingConfig).model_validate(lengths | accepted)  # `TRLConfig` checks those of the method
         if swept and not value[swept[0]]:
             raise ValueError(f"the list of values for {swept[0]} is empty; give at least one")
         return value

@@ -58,8 +58,8 @@ def absent_paths(data: Mapping[str, Any]) -> Iterator[Fault]:
     """Yield a fault for each setting that can only be a local directory, which is not there."""
     for key in PATHS:
         value = value_at(data, key)
-        if isinstance(value, str) and (told := absent(value)):
-            yield Fault(key, f"{told} Give a directory that is there, or a hub id (given {describe(value)})")
+        if isinstance(value, str) and (missing := absent(value)):
+            yield Fault(key, f"{missing} Give a directory that is there, or a hub id (given {describe(value)})")
     resume = value_at(data, ("train", "resume"))
     if isinstance(resume, str) and resume != "auto" and not os.path.exists(resume):
         yield Fault(("train", "resume"), f"there is no such checkpoint (given {describe(resume)}); give one, or auto")

@@ -26,8 +26,8 @@ class TrackerConfig(PluginConfig):
 
     def arguments(self) -> dict[str, Any]:
         """Return the settings that are given, except those in `later`, by the words of the tracker."""
-        given = {name: value for name, value in self if name not in self.later}
-        return {self.words.get(name, name): value for name, value in given.items() if value not in (None, [], {})}
+        settings = {name: value for name, value in self if name not in self.later}
+        return {self.words.get(name, name): value for name, value in settings.items() if value not in (None, [], {})}
 
 
 class Tagged(TrackerConfig):

@@ -116,8 +116,8 @@ class TRLConfig(Frozen, Generic[M]):
         Args:
             key: the keys that lead to the value: ``config.place("optimizer", "lr")``.
         """
-        if found := place_of(key, self.places):
-            return found
+        if place := place_of(key, self.places):
+            return place
         return DEFAULT if value_at(self.method.section_defaults, key) is ... else METHOD
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -236,19 +236,19 @@ class TRLConfig(Frozen, Generic[M]):
             ConfigError: a setting would run such code and ``trust_remote_code`` is false, or a secret is missing; says
                 where it is taken from.
         """
-        given = self.to_dict(secrets=True)
-        if not trust_remote_code and (named := list(code_settings(given))):
+        fields = self.to_dict(secrets=True)
+        if not trust_remote_code and (named := list(code_settings(fields))):
             raise ConfigError(
                 f"{', '.join(named)} would run code that comes with a model, which a configuration alone cannot "
                 "allow. If you trust that code, allow it with --trust-remote-code (trust_remote_code=True in Python); "
                 "otherwise remove the setting"
             )
-        plain, missing = filled(given, os.environ)
+        plain, missing = filled(fields, os.environ)
         if missing:
             raise ConfigError(f"{MASK!r} stands for a secret, and secrets are not saved:\n  " + "\n  ".join(missing))
         for part in ("model", "tokenizer") if trust_remote_code else ():
             plain[part]["kwargs"].setdefault(TRUST, True)
-        return self if plain == given else self.from_dict(plain, self.places)
+        return self if plain == fields else self.from_dict(plain, self.places)
 
     def check_metric(self, metric: str, setting: str) -> None:
         """Check that a run has evaluations, and one at the value of a swept setting that a metric names.
@@ -265,14 +265,13 @@ class TRLConfig(Frozen, Generic[M]):
                 f"{setting} compares evaluations, and train.eval_interval is 0, so there are none; set it to the steps "
                 f"between them, or remove {setting}"
             )
-        known = [suffix for suffix, _ in sweep(self.rollout.eval_kwargs)]
+        suffixes = [suffix for suffix, _ in sweep(self.rollout.eval_kwargs)]
         named = re.search(r"@\w+=[^@]*$", metric)
-        if named and named[0] not in known:
-            told = (
-                "it is no list of values" if known == [""] else f"they are at {', '.join(each[1:] for each in known)}"
-            )
+        if named and named[0] not in suffixes:
+            at = ", ".join(each[1:] for each in suffixes)
+            why = "it is no list of values" if suffixes == [""] else f"they are at {at}"
             raise ConfigError(
-                f"{setting} compares {metric!r}, and no evaluation is at {named[0][1:]} (rollout.eval_kwargs: {told})"
+                f"{setting} compares {metric!r}, and no evaluation is at {named[0][1:]} (rollout.eval_kwargs: {why})"
             )
 
     def __str__(self) -> str:
@@ -316,24 +315,24 @@ def method_class(method: Any) -> type[MethodConfig] | None:
 def sampling_class(method: Any) -> type[SamplingConfig]:
     """Return the class of a method's sampling settings; `SamplingConfig` if the method is invalid or missing."""
     try:
-        found = method_class(method)
+        cls = method_class(method)
     except PydanticCustomError:  # reported by the validator of `method`
         return SamplingConfig
-    return found.sampling if found else SamplingConfig
+    return cls.sampling if cls else SamplingConfig
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Plain:
     """Merge ``changes`` into ``base``, mapping by mapping; a section given as an object replaces the old one."""
-    found = dict(base)
+    result = dict(base)
     for key, value in changes.items():
-        old = found.get(key)
+        old = result.get(key)
         if key in BY_NAME and isinstance(old, str) and isinstance(value, Mapping):
             old = {"name": old}
         if isinstance(value, Mapping) and isinstance(old, Mapping) and not _renamed(key, old, value):
-            found[key] = merged(old, value)
+            result[key] = merged(old, value)
         else:
-            found[key] = value
-    return found
+            result[key] = value
+    return result
 
 
 def _renamed(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:

@@ -79,8 +79,8 @@ class Batch:
     @property
     def lengths(self) -> Tensor:
         """Tokens per row [B], by which micro-batches are bucketed: of the longest of its batches; 1 without batches."""
-        found = [part.lengths for part in self.parts().values() if isinstance(part, Batch)]
-        return torch.stack(found).amax(0) if found else torch.ones(len(self), dtype=torch.long)
+        lengths = [part.lengths for part in self.parts().values() if isinstance(part, Batch)]
+        return torch.stack(lengths).amax(0) if lengths else torch.ones(len(self), dtype=torch.long)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Self:
         """Return the batch with ``fn`` applied to every tensor."""
@@ -127,12 +127,12 @@ class Batch:
         group = self._prompts(together)
         longest = self.lengths.new_zeros(len(self)).scatter_reduce(0, group, self.lengths, "amax")[group]
         order = longest.argsort(descending=True, stable=True)
-        own, common = self.shared_lengths if shared else (self.lengths, torch.zeros_like(self.lengths))
-        rows = list(zip(group[order].tolist(), own[order].tolist(), common[order].tolist(), strict=True))
+        lengths, common = self.shared_lengths if shared else (self.lengths, torch.zeros_like(self.lengths))
+        rows = list(zip(group[order].tolist(), lengths[order].tolist(), common[order].tolist(), strict=True))
         starts, total = _starts(rows, size, tokens)
         if tokens is not None and len(starts) > 1:  # as many parts of about the same size, which need less memory
             mean = math.ceil(total / len(starts))
-            for most in (mean, mean + max(own + common for _, own, common in rows)):
+            for most in (mean, mean + max(length + common for _, length, common in rows)):
                 evenly, _ = _starts(rows, size, min(tokens, most))
                 if len(evenly) == len(starts):
                     return list(order.tensor_split(evenly[1:]))
@@ -160,8 +160,8 @@ class Batch:
         self, size: int | None, tokens: int | None = None, *, together: int = 1, shared: bool = False
     ) -> list[Self]:
         """Split the batch into the micro-batches of `groups`."""
-        found = self.groups(size, tokens, together=together, shared=shared)
-        return [self] if len(found) == 1 else [self.select(rows) for rows in found]
+        groups = self.groups(size, tokens, together=together, shared=shared)
+        return [self] if len(groups) == 1 else [self.select(rows) for rows in groups]
 
     @classmethod
     def cat(cls, batches: Sequence[Self]) -> Self:
@@ -207,10 +207,10 @@ class _Counted:
     last: int = -1
     """The prompt of the last row."""
 
-    def with_row(self, prompt: int, own: int, common: int) -> _Counted:
+    def with_row(self, prompt: int, separate: int, common: int) -> _Counted:
         """Return the size with one more row."""
         prompts = self.prompts + (prompt != self.last)
-        return _Counted(self.rows + 1, max(self.own, own), prompts, max(self.common, common), prompt)
+        return _Counted(self.rows + 1, max(self.own, separate), prompts, max(self.common, common), prompt)
 
     @property
     def tokens(self) -> int:
@@ -463,8 +463,8 @@ class Preferences(Batch):
     def shared_lengths(self) -> tuple[Tensor, Tensor]:
         """The tokens of each pair, of which its prompt counts once if both sides have it; 0."""
         sides = self.chosen.shared_lengths, self.rejected.shared_lengths
-        own, common = (torch.maximum(*each) for each in zip(*sides, strict=True))
-        return torch.where(self.common, 2 * own + common, self.lengths), torch.zeros_like(own)
+        separate, common = (torch.maximum(*each) for each in zip(*sides, strict=True))
+        return torch.where(self.common, 2 * separate + common, self.lengths), torch.zeros_like(separate)
 
     @property
     def common(self) -> Tensor:
@@ -530,14 +530,16 @@ class Rollouts:
         cells: list[Sequence[object]] = [self.prompts, self.outputs, ended]
         if self.rewards is not None:
             columns, cells = [*columns, "reward"], [*cells, self.rewards.sum(1).tolist()]
-        told = f"the first {SHOWN} of {count} responses" if count > SHOWN else f"{count} response{'s' * (count != 1)}"
-        return table(islice(zip(*cells, strict=True), SHOWN), columns, caption=told)
+        caption = (
+            f"the first {SHOWN} of {count} responses" if count > SHOWN else f"{count} response{'s' * (count != 1)}"
+        )
+        return table(islice(zip(*cells, strict=True), SHOWN), columns, caption=caption)
 
     def to(self, device: torch.device | str) -> Self:
         """Return the rollouts with their tensors on ``device``."""
         names = ("sequences", "terminated", "logprobs", "entropy", "hidden", "rewards", "versions", "failed")
-        known = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return replace(self, **{name: value.to(device) for name, value in known.items()})
+        tensors = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return replace(self, **{name: value.to(device) for name, value in tensors.items()})
 
     def select(self, rows: Sequence[int]) -> Self:
         """Return the rollouts at the indices ``rows``; widths stay as they are."""

@@ -36,20 +36,20 @@ TEMPLATES = {"plain": PLAIN_TEMPLATE} | {
 """Chat templates by name, which mark the outputs of the assistant; each renders what the templates of its family do."""
 
 
-def read_template(given: str) -> str:
+def read_template(source: str) -> str:
     """Return the chat template of a name in `TEMPLATES`, or of a file.
 
     Raises:
         ConfigError: there is neither.
     """
-    if given in TEMPLATES:
-        return TEMPLATES[given]
+    if source in TEMPLATES:
+        return TEMPLATES[source]
     try:
-        return Path(given).read_text("utf-8")
+        return Path(source).read_text("utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"tokenizer.chat_template is {given!r}, which is no file that can be read; give a file with a Jinja "
-            f"template, or one of {', '.join(TEMPLATES)}{suggest(given, TEMPLATES)}"
+            f"tokenizer.chat_template is {source!r}, which is no file that can be read; give a file with a Jinja "
+            f"template, or one of {', '.join(TEMPLATES)}{suggest(source, TEMPLATES)}"
         ) from error
 
 
@@ -89,7 +89,7 @@ def plain_messages(messages: Sequence[Mapping[str, Any]], what: str) -> list[Mes
         DataError: a sender is not known, content or a part of it is not text, or a call of a tool has no name or
             arguments that are no JSON object; ``what`` names the row.
     """
-    found = []
+    plain = []
     for index, message in enumerate(messages):
         copied, where = dict(message), f"{what}: message {index}"
         if "from" in copied and "value" in copied and "role" not in copied:
@@ -104,8 +104,8 @@ def plain_messages(messages: Sequence[Mapping[str, Any]], what: str) -> list[Mes
             copied["content"] = _text_of(copied["content"], where)
         if copied.get("tool_calls") is not None:
             copied["tool_calls"] = _calls(copied["tool_calls"], where)
-        found.append(copied)
-    return found
+        plain.append(copied)
+    return plain
 
 
 def _text_of(content: Any, where: str) -> str:
@@ -129,24 +129,24 @@ def _text_of(content: Any, where: str) -> str:
 
 def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
     """Return the calls of tools of a message, each with its arguments as a dict."""
-    found = _plain(calls)
-    if not isinstance(found, list) or not all(isinstance(call, dict) for call in found):
+    plain = _plain(calls)
+    if not isinstance(plain, list) or not all(isinstance(call, dict) for call in plain):
         raise DataError(f"{where}: tool_calls should be a list of dicts; given {describe(calls)}")
-    for call in found:
+    for call in plain:
         function = call.get("function", call)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise DataError(
                 f"{where}: a call of a tool should be {{'function': {{'name': ..., 'arguments': {{...}}}}}}; "
                 f"given {describe(call)}"
             )
-        given = function.get("arguments", {})
-        function["arguments"] = {} if given == "" else _plain(given)
+        arguments = function.get("arguments", {})
+        function["arguments"] = {} if arguments == "" else _plain(arguments)
         if not isinstance(function["arguments"], dict):
             raise DataError(
                 f"{where}: the arguments of a call of {function['name']!r} should be a dict, or JSON text of one; "
-                f"given {describe(given)}"
+                f"given {describe(arguments)}"
             )
-    return found
+    return plain
 
 
 def _plain(value: Any) -> Any:
@@ -167,9 +167,9 @@ def _without_none(value: Any) -> Any:
 
 def _is_trained(message: Message, where: str) -> bool:
     """Remove from a message what says whether it is trained on; return whether it is."""
-    given = {key: message.pop(key) for key in TRAINED if key in message}
+    flags = {key: message.pop(key) for key in TRAINED if key in message}
     spoken = message["role"] == "assistant"
-    for key, value in given.items():
+    for key, value in flags.items():
         if value not in (0, 1):
             raise DataError(f"{where}: {key} should be 0 or 1, false or true; given {describe(value)}")
         if value and not spoken:
@@ -177,7 +177,7 @@ def _is_trained(message: Message, where: str) -> bool:
                 f"{where}: {key} is {value!r}, and its role is {message['role']!r}; only messages of the assistant are "
                 "trained on. Remove it"
             )
-    return spoken and all(given.values())
+    return spoken and all(flags.values())
 
 
 class Chat:
@@ -262,9 +262,9 @@ class Chat:
         closed = _closed([*spans, (whole[at:], False)], self._closing)
         if not closed:
             roles = ", ".join(dict.fromkeys(repr(message["role"]) for message in checked))
-            told = f", and not excluded by {' or '.join(TRAINED)}" if "'assistant'" in roles else ""
+            excluded = f", and not excluded by {' or '.join(TRAINED)}" if "'assistant'" in roles else ""
             raise DataError(
-                f"{self.what} has no message of the assistant to learn from; its role is 'assistant'{told}, "
+                f"{self.what} has no message of the assistant to learn from; its role is 'assistant'{excluded}, "
                 f"given {roles}"
             )
         return closed
@@ -276,21 +276,21 @@ class Chat:
         its blanks.
         """
         checked, _ = self._read(messages)
-        whole, found = self._write(checked), []
+        whole, names = self._write(checked), []
         if "tools" in self.settings:
             bare = Chat(self.tokenizer, {}, self.what)
             bare.settings = {key: value for key, value in self.settings.items() if key != "tools"}
-            found += ["tools"] * (bare._write(checked) == whole)
+            names += ["tools"] * (bare._write(checked) == whole)
         for at, message in enumerate(checked):
             if (text := message.get("content", "")) and not _is_in(text, whole):
-                found.append("content")
+                names.append("content")
             for key in sorted(SAID & message.keys()):
                 other = {"content": "", **{name: value for name, value in message.items() if name != key}}
                 try:
-                    found += [key] * (self._write([*checked[:at], other, *checked[at + 1 :]]) == whole)
+                    names += [key] * (self._write([*checked[:at], other, *checked[at + 1 :]]) == whole)
                 except DataError:  # the template needs it
                     continue
-        return [*dict.fromkeys(found)]
+        return [*dict.fromkeys(names)]
 
     # ---------------------------------------------------------------------------------------------------- internals
 
@@ -310,8 +310,8 @@ class Chat:
     def _closing(self) -> re.Pattern[str]:
         """A pattern of the texts of the tokens that end an output."""
         assert self.tokenizer is not None
-        known = [token for token in self.ends if token < id_count(self.tokenizer)]
-        texts = {str(self.tokenizer.eos_token), *self.tokenizer.convert_ids_to_tokens(known)}
+        in_vocabulary = [token for token in self.ends if token < id_count(self.tokenizer)]
+        texts = {str(self.tokenizer.eos_token), *self.tokenizer.convert_ids_to_tokens(in_vocabulary)}
         return re.compile("|".join(map(re.escape, sorted(filter(None, texts), key=len, reverse=True))))
 
     def _read(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[Message], list[bool]]:
@@ -321,15 +321,15 @@ class Chat:
         """
         read, trained = [], []
         for index, message in enumerate(plain_messages(messages, self.what)):
-            given = {key: value for key, value in message.items() if value is not None}
-            empty = given.keys() <= {"role", "name", *TRAINED}  # with content of None, or with tool calls of None
+            fields = {key: value for key, value in message.items() if value is not None}
+            empty = fields.keys() <= {"role", "name", *TRAINED}  # with content of None, or with tool calls of None
             if not isinstance(message.get("role"), str) or empty or not ({"content", "tool_calls"} & message.keys()):
                 raise DataError(
                     f"{self.what}: message {index} should be a dict with 'role' and 'content'; "
                     f"given {describe(message)}"
                 )
-            trained.append(_is_trained(given, f"{self.what}: message {index}"))
-            read.append(given)
+            trained.append(_is_trained(fields, f"{self.what}: message {index}"))
+            read.append(fields)
         return read, trained
 
     def _write(self, messages: list[Message], **flags: Any) -> str:
@@ -369,21 +369,21 @@ class Chat:
         spoken = [message["role"] == "assistant" for message in messages]
         before = len(self._marks(messages[:first])) if any(spoken[:first]) else 0
         marks = [(max(start, len(asked)), end) for start, end in self._marks(messages)[before:]]
-        wanted = [keep for said, keep in zip(spoken[first:], trained[first:], strict=True) if said]
-        if all(wanted):
+        keeps = [keep for said, keep in zip(spoken[first:], trained[first:], strict=True) if said]
+        if all(keeps):
             return whole, marks
-        if len(marks) != len(wanted):
+        if len(marks) != len(keeps):
             raise DataError(
                 f"{self.what}: {' or '.join(TRAINED)} excludes messages, and the chat template marks {len(marks)} "
-                f"parts of {len(wanted)} messages of the assistant, so which to exclude is not known. Use a template "
+                f"parts of {len(keeps)} messages of the assistant, so which to exclude is not known. Use a template "
                 "that marks each message of the assistant once"
             )
-        return whole, [mark for mark, keep in zip(marks, wanted, strict=True) if keep]
+        return whole, [mark for mark, keep in zip(marks, keeps, strict=True) if keep]
 
     def _by_prefixes(
         self, messages: list[Message], trained: list[bool], first: int
     ) -> tuple[str, list[tuple[int, int]]]:
-        whole, found = self._write(messages), []
+        whole, spans = self._write(messages), []
         for index in range(first, len(messages)):
             if not trained[index]:
                 continue
@@ -399,8 +399,8 @@ class Chat:
             end = len(after) if whole.startswith(after) else self._end_of_trial(messages, index, before, whole)
             if not whole.startswith(before) or end is None or end < len(before):
                 raise self._no_prefix(after if whole.startswith(before) else before, whole)
-            found.append((len(before), end))
-        return whole, found
+            spans.append((len(before), end))
+        return whole, spans
 
     def _end_of_trial(self, messages: list[Message], index: int, before: str, whole: str) -> int | None:
         """Return where a message ends that the template renders differently when others follow; None if unknown.
@@ -417,8 +417,8 @@ class Chat:
         closing, rest = (text[len(before) :].partition(TRIAL)[2] for text in (last, among))
         if not rest.startswith(closing) and self.tokenizer is not None:  # EOS may be written once, at the end of all
             closing = closing.removesuffix(str(self.tokenizer.eos_token))
-        known = among.startswith(before) and closing and rest.startswith(closing) and whole.endswith(rest)
-        return len(whole) - len(rest) + len(closing) if known else None
+        is_certain = among.startswith(before) and closing and rest.startswith(closing) and whole.endswith(rest)
+        return len(whole) - len(rest) + len(closing) if is_certain else None
 
     def _no_prefix(self, part: str, whole: str) -> DataError:
         at = next((i for i, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b), min(len(part), len(whole)))
@@ -432,26 +432,26 @@ class Chat:
 
 def _with_text_arguments(messages: list[Message]) -> list[Message]:
     """Return the messages with the arguments of calls of tools as JSON text."""
-    found = json.loads(json.dumps(messages))
-    for call in (call for message in found for call in message.get("tool_calls", ())):
+    copied = json.loads(json.dumps(messages))
+    for call in (call for message in copied for call in message.get("tool_calls", ())):
         function = call.get("function", call)
         function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-    return cast("list[Message]", found)
+    return cast("list[Message]", copied)
 
 
 def _is_in(text: str, whole: str) -> bool:
     """Return whether a text has another one in it, as it is or as JSON, whatever the blanks."""
-    given = "".join(whole.split())
-    return any("".join(form.split()) in given for form in (text, json.dumps(text, ensure_ascii=False)[1:-1]))
+    squeezed = "".join(whole.split())
+    return any("".join(form.split()) in squeezed for form in (text, json.dumps(text, ensure_ascii=False)[1:-1]))
 
 
 def _end(text: str, closing: re.Pattern[str]) -> int:
     """Return the index after the last EOS, or of several with nothing between them after the first; 0 without one."""
-    found = [*closing.finditer(text)]
-    for before, match in zip(found[-2::-1], found[:0:-1], strict=False):
+    matches = [*closing.finditer(text)]
+    for before, match in zip(matches[-2::-1], matches[:0:-1], strict=False):
         if text[before.end() : match.start()].strip():
             return match.end()
-    return found[0].end() if found else 0
+    return matches[0].end() if matches else 0
 
 
 def _closed(spans: list[Span], closing: re.Pattern[str]) -> list[Span]:

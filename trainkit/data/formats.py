@@ -92,8 +92,8 @@ def plain(value: Any) -> Any:
 def finite(value: Any) -> float | None:
     """Return ``value`` (Python's, NumPy's, or a tensor []) as a float, or None if float32 cannot hold it."""
     value = plain(value)
-    known = isinstance(value, bool | int | float) and abs(value) <= torch.finfo(torch.float32).max  # false for NaN
-    return float(value) if known else None
+    is_finite = isinstance(value, bool | int | float) and abs(value) <= torch.finfo(torch.float32).max  # false for NaN
+    return float(value) if is_finite else None
 
 
 def _is_label(value: Any) -> bool:
@@ -230,9 +230,11 @@ def sample_rows(
         return _rewarded(rows, list(rewards))
     if rated and (missing := [index for index, row in enumerate(rows) if "reward" not in row]):
         label = rows[missing[0]].get("label")
-        told = f"its label is {describe(label)}, and labels are true or false, or 1 and 0; " if is_given(label) else ""
+        reason = (
+            f"its label is {describe(label)}, and labels are true or false, or 1 and 0; " if is_given(label) else ""
+        )
         raise DataError(
-            f"sample {first + missing[0]} has no reward; {told}give rewards, one per sample, or a column 'label' or "
+            f"sample {first + missing[0]} has no reward; {reason}give rewards, one per sample, or a column 'label' or "
             "'reward'"
         )
     return rows
@@ -302,8 +304,8 @@ def sample_row(
         raise _wrong(sample, "sample", what, ' if row["label"]')
     parts = _alpaca(sample, what, tokenizer) if names == ALPACA else [_cell(sample, name, what) for name in names]
     talk = is_conversation(parts[-1])
-    own = ("text",) if names == ALPACA else ()  # Alpaca's own dataset has the whole text, too
-    check_columns(sample, (*names, *own, *(SETTINGS if talk else ()), *columns), what)
+    also = ("text",) if names == ALPACA else ()  # Alpaca's own dataset has the whole text, too
+    check_columns(sample, (*names, *also, *(SETTINGS if talk else ()), *columns), what)
     kept = {key: value for key, value in sample.items() if key not in names}
     if rated:
         kept = _rated(kept, form == "unpaired preference", what)
@@ -331,21 +333,21 @@ def _cell(row: Mapping[str, Any], name: str, what: str) -> Any:
 
 def _rated(columns: Row, labelled: bool, what: str) -> Row:
     """Return the columns of a sample that needs a reward, with what its reward or label gives in the place of both."""
-    reward, given = columns.get("reward"), is_given(columns.get("reward"))
-    if given and labelled:
+    reward, has_reward = columns.get("reward"), is_given(columns.get("reward"))
+    if has_reward and labelled:
         raise DataError(f"{what} has a reward and a label; list one of the two in data.ignore_columns")
-    if given and finite(reward) is None:
+    if has_reward and finite(reward) is None:
         raise DataError(f"{what}: reward should be a finite number; given {describe(reward)}")
     kept = {key: value for key, value in columns.items() if key != "reward" and not (labelled and key == "label")}
-    return {**kept, "reward": finite(columns["label"] if labelled else reward)} if given or labelled else kept
+    return {**kept, "reward": finite(columns["label"] if labelled else reward)} if has_reward or labelled else kept
 
 
 def _alpaca(row: Mapping[str, Any], what: str, tokenizer: PreTrainedTokenizerBase | None) -> list[Any]:
     """Return prompt and output of an Alpaca row: messages if the tokenizer has a chat template, otherwise text."""
-    given = [row[name] for name in ALPACA if name != "input" or row.get(name)]
-    for text in given:
+    texts = [row[name] for name in ALPACA if name != "input" or row.get(name)]
+    for text in texts:
         check_text(text, what)
-    *asked, output = given
+    *asked, output = texts
     if tokenizer is not None and tokenizer.chat_template:
         return [[{"role": "user", "content": "\n".join(asked)}], [{"role": "assistant", "content": output}]]
     instruction, *context = asked
@@ -497,22 +499,22 @@ class Formatted:
     def __iter__(self) -> Iterator[Any]:
         for index, row in enumerate(self.rows):
             try:
-                made = self.formatting_func(row)
+                text = self.formatting_func(row)
             except Exception as error:
                 raise DataError(
                     f"formatting_func raised {type(error).__name__} at sample {index}, {describe(row)}: {error}"
                 ) from error
-            if made is None:
+            if text is None:
                 raise DataError(
                     f"formatting_func returned None for sample {index}, {describe(row)}; return text, "
                     "(prompt, output), messages, or a dict of a format"
                 )
-            if isinstance(made, list) and not is_conversation(made):
+            if isinstance(text, list) and not is_conversation(text):
                 raise DataError(
-                    f"formatting_func returned a list for sample {index}, {describe(made)}; it is called with one row "
+                    f"formatting_func returned a list for sample {index}, {describe(text)}; it is called with one row "
                     "and returns one sample: a text, a tuple (prompt, output) of turns, messages, or a dict of a format"
                 )
-            yield made
+            yield text
 
 
 def formatted(rows: Any, formatting_func: Callable[[Any], Any] | None) -> Any:
@@ -521,8 +523,8 @@ def formatted(rows: Any, formatting_func: Callable[[Any], Any] | None) -> Any:
     if formatting_func is None:
         return list(rows) if isinstance(rows, Iterator) else rows
     check_list(rows, "sample")
-    made = Formatted(rows, formatting_func)
-    return made if is_stream(rows) else list(made)
+    texts = Formatted(rows, formatting_func)
+    return texts if is_stream(rows) else list(texts)
 
 
 def are_rated(samples: Any, ignored: Collection[str] = ()) -> bool:
@@ -544,16 +546,16 @@ def _first(samples: Any, ignored: Collection[str]) -> Mapping[str, Any]:
     return first if isinstance(first, Mapping) else {}
 
 
-def check_list(given: Any, kind: str) -> None:
-    """Raise a DataError if ``given`` is a single sample or prompt, by ``kind``, or several splits."""
-    if isinstance(given, Mapping) and given and all(hasattr(part, "column_names") for part in given.values()):
+def check_list(samples: Any, kind: str) -> None:
+    """Raise a DataError if ``samples`` is a single sample or prompt, by ``kind``, or several splits."""
+    if isinstance(samples, Mapping) and samples and all(hasattr(part, "column_names") for part in samples.values()):
         raise DataError(
-            f"{kind}s is a dataset with the splits {', '.join(map(str, given))}; give one of them: "
-            f"{kind}s=dataset[{next(iter(given))!r}]"
+            f"{kind}s is a dataset with the splits {', '.join(map(str, samples))}; give one of them: "
+            f"{kind}s=dataset[{next(iter(samples))!r}]"
         )
-    if isinstance(given, str | Mapping):
+    if isinstance(samples, str | Mapping):
         forms = "a list of strings or dicts" if kind == "prompt" else "a list"
-        raise DataError(f"{kind}s should be {forms}; given {describe(given)}. Write [{kind}]")
+        raise DataError(f"{kind}s should be {forms}; given {describe(samples)}. Write [{kind}]")
 
 
 def _check_alike(what: str, *parts: Any) -> None:
@@ -566,28 +568,28 @@ def _check_alike(what: str, *parts: Any) -> None:
         )
 
 
-def _wrong(row: Any, wanted: str, what: str, condition: str = "") -> DataError:
-    """Return the error for a row that cannot be read as ``wanted``, with the expected columns and code that helps."""
+def _wrong(row: Any, expected: str, what: str, condition: str = "") -> DataError:
+    """Return the error for a row that cannot be read as ``expected``, with the expected columns and code that helps."""
     form = recognise(row) if isinstance(row, Mapping) else None
-    given = f"has the columns {', '.join(map(str, row))}" if isinstance(row, Mapping) else f"is {describe(row)}"
+    what_it_is = f"has the columns {', '.join(map(str, row))}" if isinstance(row, Mapping) else f"is {describe(row)}"
     sides = [side for side in ("chosen", "rejected") if isinstance(row, Mapping) and side not in row]
     stepwise = isinstance(row, Mapping) and row.keys() >= STEPWISE
     lacks = f", without {sides[0]}" if len(sides) == 1 else ""
-    name = "prompts" if wanted == "prompt" else "samples"
+    name = "prompts" if expected == "prompt" else "samples"
     return DataError(
-        f"{what} {given}{f', which is {form}' if form else ''}{lacks}; expected here: {EXPECTED[wanted]}. "
-        f"{KNOWN['completions'].capitalize() + '. ' if stepwise else _advice(form, wanted)}For example:\n"
-        f"    {name} = [{_example(row, 'prompt-only' if stepwise else form, wanted)} for row in {name}{condition}]\n"
+        f"{what} {what_it_is}{f', which is {form}' if form else ''}{lacks}; expected here: {EXPECTED[expected]}. "
+        f"{KNOWN['completions'].capitalize() + '. ' if stepwise else _advice(form, expected)}For example:\n"
+        f"    {name} = [{_example(row, 'prompt-only' if stepwise else form, expected)} for row in {name}{condition}]\n"
         f"    trainkit.train(..., {name}={name})"
     )
 
 
-def _advice(form: Format | None, wanted: str) -> str:
-    if wanted == "prompt":
+def _advice(form: Format | None, expected: str) -> str:
+    if expected == "prompt":
         return "Rows without a prompt need an environment, which gives it. "
     if form == "prompt-only":
         return "Prompts without outputs are for prompts=, with a reward_fn. "
-    if form in ("preference", "implicit preference") and wanted == "sample":
+    if form in ("preference", "implicit preference") and expected == "sample":
         return "Pairs are for preference methods, such as method='dpo'. "
     if form == "unpaired preference":
         return (
@@ -597,22 +599,24 @@ def _advice(form: Format | None, wanted: str) -> str:
     return ""
 
 
-def _example(row: Any, form: Format | None, wanted: str) -> str:
+def _example(row: Any, form: Format | None, expected: str) -> str:
     """Return an expression that makes a row of the wanted form."""
     if not isinstance(row, Mapping):
         return {"sample": '{"text": row}', "prompt": '{"prompt": row}'}.get(
-            wanted, '{"prompt": row[0], "chosen": row[1], "rejected": row[2]}'
+            expected, '{"prompt": row[0], "chosen": row[1], "rejected": row[2]}'
         )
     at = {name: f'row["{name}"]' for name in row}
     texts = [at[name] for name, value in row.items() if isinstance(value, str) or is_conversation(value)]
-    names = {"sample": ["prompt", "completion"], "prompt": ["prompt"], "pair": ["prompt", "chosen", "rejected"]}[wanted]
+    names = {"sample": ["prompt", "completion"], "prompt": ["prompt"], "pair": ["prompt", "chosen", "rejected"]}[
+        expected
+    ]
     if form == "preference":
         texts = [at["prompt"], at["chosen"]]
     elif form == "implicit preference":
         names, texts = ["messages" if is_conversation(row["chosen"]) else "text"], [at["chosen"]]
-    elif form == "language modelling" and "messages" in row and wanted == "prompt":
+    elif form == "language modelling" and "messages" in row and expected == "prompt":
         texts = ['row["messages"][:-1]']
-    if wanted == "sample" and len(texts) == 1 and names[0] == "prompt":
+    if expected == "sample" and len(texts) == 1 and names[0] == "prompt":
         names = ["text"] if form != "prompt-only" else names
     values = [*texts, *['row["..."]'] * len(names)][: len(names)]
     return "{" + ", ".join(f'"{name}": {value}' for name, value in zip(names, values, strict=True)) + "}"

@@ -53,12 +53,12 @@ class Pipeline:
 
     def take(self, start: int, count: int, *, rank: int = 0, world: int = 1) -> list[Row]:
         """Return rows ``start`` to ``start + count``, with their `PLACE`; on process ``rank``, every world-th."""
-        found = []
+        taken = []
         for position in range(start + rank, start + count, world):
             epoch, at = divmod(position, len(self))
             index = self.order(epoch)[at]
-            found.append({**self.rows[index], PLACE: Place(position, epoch, index)})
-        return found
+            taken.append({**self.rows[index], PLACE: Place(position, epoch, index)})
+        return taken
 
 
 WINDOW = 256
@@ -104,11 +104,11 @@ class Stream:
         while True:
             if hasattr(self.source, "set_epoch"):
                 self.source.set_epoch(epoch)
-            given = iter(self.source)
-            index = sum(1 for _ in islice(given, skip))
+            samples = iter(self.source)
+            index = sum(1 for _ in islice(samples, skip))
             skip -= index
             usable = skip > 0 or index > 0
-            while window := list(islice(given, WINDOW)):
+            while window := list(islice(samples, WINDOW)):
                 rows = self.read(window, index)
                 usable = usable or bool(rows)
                 yield from rows
@@ -281,9 +281,9 @@ def encode_continuation(
         what: names the text in errors.
     """
     ids = encode_text(tokenizer, text, what)
-    given = len(text) - len(text.lstrip(f" {SPACES}"))
-    begins = "".join(map(str, tokenizer.convert_ids_to_tokens(ids[: given + 1])))  # a few tokenizers have bytes
-    if len(begins) - len(begins.lstrip(SPACES)) <= given:
+    spaces = len(text) - len(text.lstrip(f" {SPACES}"))
+    begins = "".join(map(str, tokenizer.convert_ids_to_tokens(ids[: spaces + 1])))  # a few tokenizers have bytes
+    if len(begins) - len(begins.lstrip(SPACES)) <= spaces:
         return ids
     added = tokenizer.added_tokens_decoder
     for before in [added[after].content] if after in added else NEIGHBOURS:

@@ -97,12 +97,12 @@ def _attended(
 
 def _integers(value: Any, what: str, length: int | None = None) -> list[int]:
     try:
-        found = as_ids(value.tolist() if hasattr(value, "tolist") else value)
+        ids = as_ids(value.tolist() if hasattr(value, "tolist") else value)
     except DataError as error:
         raise DataError(f"{what} should be a list of int; given {describe(value)}") from error
-    if length is not None and len(found) != length:
-        raise DataError(f"{what} has {len(found)} numbers, and there are {length} tokens; give one for each")
-    return [int(token) for token in found]
+    if length is not None and len(ids) != length:
+        raise DataError(f"{what} has {len(ids)} numbers, and there are {length} tokens; give one for each")
+    return [int(token) for token in ids]
 
 
 # -------------------------------------------------------------------------------------------------------- templates
@@ -159,10 +159,10 @@ class Completions:
     ) -> None:
         self.response_template, self.instruction_template = response_template, instruction_template
         self.tokenizer = tokenizer
-        given = [template for template in (response_template, instruction_template) if template is not None]
-        if not all(len(template) for template in given):
+        templates = [template for template in (response_template, instruction_template) if template is not None]
+        if not all(len(template) for template in templates):
             raise ValueError("a template is empty; give the text or the token ids that come before an output")
-        self.reads_text = all(isinstance(template, str) for template in given)
+        self.reads_text = all(isinstance(template, str) for template in templates)
         if not self.reads_text and tokenizer is None:
             raise ValueError("a template is token ids, with which tokenised texts are compared; give tokenizer=")
 
@@ -172,16 +172,16 @@ class Completions:
         Raises:
             DataError: the row is no text, or nothing follows a template in it, so that nothing would be trained on.
         """
-        given = row if isinstance(row, Mapping) else {"text": row}
-        if IDS not in given:
-            check_text(given.get("text"), "the text", "a string, or a dict with the key 'text' or 'input_ids'")
-        found = self.turns(given["text"]) if self.reads_text and IDS not in given else self._labelled(given)
-        if found is None:
+        fields = row if isinstance(row, Mapping) else {"text": row}
+        if IDS not in fields:
+            check_text(fields.get("text"), "the text", "a string, or a dict with the key 'text' or 'input_ids'")
+        labelled = self.turns(fields["text"]) if self.reads_text and IDS not in fields else self._labelled(fields)
+        if labelled is None:
             raise DataError(
                 f"nothing follows the response_template {self.response_template!r} in {describe(row)}, so nothing "
                 "would be trained on; remove the row, or correct the template"
             )
-        return found
+        return labelled
 
     def turns(self, text: str) -> tuple[str, ...] | None:
         """Return a text as turns, in which context and output alternate; None if nothing follows a template."""
@@ -197,20 +197,20 @@ class Completions:
         """Return labels [T]: the ids of the outputs, and -100 elsewhere; None if nothing follows a template."""
         response, instruction = self._ids(self.response_template), self._ids(self.instruction_template)
         assert response is not None
-        found = [IGNORED] * len(ids)
+        labels = [IGNORED] * len(ids)
         for start, end in output_spans(list(ids), response, instruction):
-            found[start:end] = ids[start:end]
-        return found if any(label != IGNORED for label in found) else None
+            labels[start:end] = ids[start:end]
+        return labels if any(label != IGNORED for label in labels) else None
 
     def _labelled(self, row: Mapping[str, Any]) -> Row | None:
         if IDS in row:
-            made = tokenised_row(row, "the row", self.tokenizer)
+            encoded = tokenised_row(row, "the row", self.tokenizer)
         else:
             assert self.tokenizer is not None
             text: Row = {"turns": [row["text"]], "outputs": [True]}
-            made = {IDS: encode_sample(self.tokenizer, text, None)[0]}
-        labels = self.labels(made[IDS])
-        return None if labels is None else {IDS: made[IDS], LABELS: labels}
+            encoded = {IDS: encode_sample(self.tokenizer, text, None)[0]}
+        labels = self.labels(encoded[IDS])
+        return None if labels is None else {IDS: encoded[IDS], LABELS: labels}
 
     def _ids(self, template: str | Sequence[int] | None) -> list[int] | None:
         if not isinstance(template, str):

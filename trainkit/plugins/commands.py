@@ -57,8 +57,8 @@ class Command:
     def load(self) -> Any:
         """Import and return what the entry point names, whatever it is."""
         module, _, names = self.target.partition(":")
-        found = importlib.import_module(module)
-        return attrgetter(names)(found) if names else found
+        loaded = importlib.import_module(module)
+        return attrgetter(names)(loaded) if names else loaded
 
 
 def installed_commands(core: Collection[str]) -> list[Command]:

@@ -56,9 +56,11 @@ def fault(cls: type, settings: Mapping[str, Any]) -> str:
 
 
 def _missing(cls: type) -> str:
-    told = getattr(cls, "_unwritten", None)
+    unwritten = getattr(cls, "_unwritten", None)
     needed = ("get_arch", "make_experience", "loss")
-    missing = told() if told is not None else [arrow for arrow in needed if not callable(getattr(cls, arrow, None))]
+    missing = (
+        unwritten() if unwritten is not None else [arrow for arrow in needed if not callable(getattr(cls, arrow, None))]
+    )
     if not missing:
         return ""
     arrows = " and ".join(f"{m} ({ARROWS[m]})" if m in ARROWS else m for m in missing)
@@ -67,10 +69,10 @@ def _missing(cls: type) -> str:
 
 def wrong_inputs(inputs: tuple[str, ...]) -> str:
     """Return what is wrong with a declaration of `inputs`; empty if nothing is."""
-    known = sorted({name for form in INPUTS for name in form})
+    names = sorted({name for form in INPUTS for name in form})
     for name in inputs:
-        if name not in known:
-            return f"its inputs name {name!r}{suggest(str(name), known)}; known: {', '.join(known)}"
+        if name not in names:
+            return f"its inputs name {name!r}{suggest(str(name), names)}; known: {', '.join(names)}"
     if frozenset(inputs) not in INPUTS:
         forms = ", ".join(" + ".join(sorted(form)) for form in INPUTS)
         return f"its inputs are {tuple(inputs)!r}, which is no combination that can be trained on; give one of: {forms}"
@@ -109,14 +111,14 @@ def _wrong_memory(cls: type) -> str:
 
 def _misspelt(cls: type) -> str:
     """Return which method of the class is named almost as one of `METHODS`, which the class does not have itself."""
-    theirs = [base for base in cls.__mro__ if base.__module__.partition(".")[0] == "trainkit"]
-    known = {name for base in theirs for name in vars(base)} | {*METHODS}
-    own = {name: base for base in cls.__mro__ if base not in theirs for name in vars(base)}
-    for name, base in own.items():
-        if name in known or len(name) < SHORTEST or name.startswith("_") or not isinstance(vars(base)[name], CODE):
+    of_core = [base for base in cls.__mro__ if base.__module__.partition(".")[0] == "trainkit"]
+    core_names = {name for base in of_core for name in vars(base)} | {*METHODS}
+    defined = {name: base for base in cls.__mro__ if base not in of_core for name in vars(base)}
+    for name, base in defined.items():
+        if name in core_names or len(name) < SHORTEST or name.startswith("_") or not isinstance(vars(base)[name], CODE):
             continue
         distance, nearest = min((edits(name, method), method) for method in METHODS)
-        if distance <= EDITS and nearest not in own:
+        if distance <= EDITS and nearest not in defined:
             return (
                 f"{base.__qualname__}.{name} overrides nothing{suggest(name, [nearest])}. Rename it; if it is a method "
                 f"of your own, give it a name that differs from {nearest!r} in more than {EDITS} letters"

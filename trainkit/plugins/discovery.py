@@ -143,10 +143,10 @@ def find_plugin(name: str, registered: Iterable[str] = (), kinds: Sequence[str] 
         PluginError: it is disabled, made for another version of trainkit, or in no group of a kind.
     """
     installed = discover()
-    found = [plugin for plugin in installed if plugin.name == name.lower()]
-    if not found:
+    matching = [plugin for plugin in installed if plugin.name == name.lower()]
+    if not matching:
         raise _absence(name, [p for p in installed if not kinds or p.kind in kinds], registered, kinds)
-    fitting = [plugin for plugin in found if not kinds or plugin.kind in (*kinds, UNKNOWN)] or found
+    fitting = [plugin for plugin in matching if not kinds or plugin.kind in (*kinds, UNKNOWN)] or matching
     usable = [plugin for plugin in fitting if not plugin.why]
     if not usable:
         raise _refusal(name.lower(), fitting)
@@ -161,9 +161,13 @@ def _absence(
 ) -> RegistryError:
     """Return the error for a name that no installed plugin has; ``installed`` are those that it could be."""
     names = sorted({*registered, *(plugin.name for plugin in installed if not plugin.why)})
-    own, near = BUILT_IN.get(name.lower()), suggest(CLASS_NAME.sub("", name.lower()), names)
+    distribution, near = BUILT_IN.get(name.lower()), suggest(CLASS_NAME.sub("", name.lower()), names)
     groups = " or ".join(repr(GROUPS[kind]) for kind in kinds or GROUPS)
-    way = f"It is in {own}: {how_to_install(own)}" if own else f"A plugin needs an entry point in the group {groups}"
+    way = (
+        f"It is in {distribution}: {how_to_install(distribution)}"
+        if distribution
+        else f"A plugin needs an entry point in the group {groups}"
+    )
     return RegistryError(
         f"no plugin {name!r} is installed{near}; available: {', '.join(names) or 'none'}. {way}{of_old_group()}"
     )
@@ -183,7 +187,7 @@ def reasons(plugins: Iterable[PluginInfo]) -> list[str]:
     return [f"{', '.join(dict.fromkeys(whose))}: {why}" for why, whose in names.items()]
 
 
-def _refusal(name: str, found: Sequence[PluginInfo]) -> PluginError | RegistryError:
+def _refusal(name: str, claimants: Sequence[PluginInfo]) -> PluginError | RegistryError:
     """Return the error for a name all of whose claimants are unusable."""
     claims = [plugin for plugin in _claims() if plugin.name == name and not plugin.why]
     if claims and name not in {*BUILT_IN, *ACCELERATE_TRACKERS, *RESERVED}:
@@ -191,8 +195,8 @@ def _refusal(name: str, found: Sequence[PluginInfo]) -> PluginError | RegistryEr
             f"the plugin name {name!r} is claimed twice: {'; '.join(map(str, claims))}. Uninstall all but one, or "
             f"disable it by its distribution: {DISABLE}={claims[0].distribution}"
         )
-    told = "; ".join(dict.fromkeys(plugin.why for plugin in found))
-    return (RegistryError if claims else PluginError)(f"the plugin {name!r} cannot be used: {told}")
+    why = "; ".join(dict.fromkeys(plugin.why for plugin in claimants))
+    return (RegistryError if claims else PluginError)(f"the plugin {name!r} cannot be used: {why}")
 
 
 def find_installed(name: str, module: str = "") -> PluginInfo | None:
@@ -246,10 +250,10 @@ def import_settings(plugin: PluginInfo) -> ModuleType | None:
 def _imported(plugin: PluginInfo, module: str, name: str = "") -> ModuleType:
     """Import a module of ``plugin``, and the attribute ``name`` of it."""
     try:
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
         if name:
-            getattr(found, name, None)
-        return found
+            getattr(imported, name, None)
+        return imported
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a plugin may even call sys.exit() at import; that must not affect other plugins
@@ -265,11 +269,11 @@ def _imported(plugin: PluginInfo, module: str, name: str = "") -> ModuleType:
 
 def _claims() -> list[PluginInfo]:
     """Return every installed plugin, as its metadata describe it; the same name may appear twice."""
-    found: dict[str, list[PluginInfo]] = {}
+    by_distribution: dict[str, list[PluginInfo]] = {}
     for path in sys.path:
         for distribution, plugins in _read(path, _changed(path)):
-            found.setdefault(distribution, plugins)  # of two copies on the path the first is the one in use
-    claims = [plugin for plugins in found.values() for plugin in plugins]
+            by_distribution.setdefault(distribution, plugins)  # of two copies on the path the first is the one in use
+    claims = [plugin for plugins in by_distribution.values() for plugin in plugins]
     return sorted(map(_switched, claims), key=lambda plugin: (plugin.name, plugin.distribution, plugin.kind))
 
 
@@ -292,8 +296,8 @@ def _read(path: str, changed: int) -> list[tuple[str, list[PluginInfo]]]:  # noq
     """Return the distributions in ``path`` with plugins, and these; reading all metadata takes milliseconds."""
     from importlib.metadata import distributions  # slow, and not needed for --help
 
-    found = [dist for dist in distributions(path=[path]) if f"[{OLD_GROUP}" in entry_points_text(dist)]
-    named = [(dist, *identity(dist)) for dist in found]
+    with_plugins = [dist for dist in distributions(path=[path]) if f"[{OLD_GROUP}" in entry_points_text(dist)]
+    named = [(dist, *identity(dist)) for dist in with_plugins]
     return [(canonical(name), list(_plugins_of(dist, name, version))) for dist, name, version in named]
 
 
@@ -321,9 +325,9 @@ def _plugins_of(dist: Distribution, name: str, version: str) -> Iterator[PluginI
         yield broken.refused(f"its entry points cannot be read ({one_line(error)}); reinstall it")
         return
     kinds = {group: kind for kind, group in GROUPS.items()}
-    found = [PluginInfo(e.name.lower(), kinds[e.group], e.value, name, version) for e in entries if e.group in kinds]
-    fault = _unfit(dist) if found else ""
-    for plugin in found:
+    plugins = [PluginInfo(e.name.lower(), kinds[e.group], e.value, name, version) for e in entries if e.group in kinds]
+    fault = _unfit(dist) if plugins else ""
+    for plugin in plugins:
         reason = fault
         if not all(part.isidentifier() for part in plugin.module.split(".")):
             reason = (
@@ -331,7 +335,7 @@ def _plugins_of(dist: Distribution, name: str, version: str) -> Iterator[PluginI
             )
         yield plugin.refused(reason) if reason else plugin
     old = [PluginInfo(e.name.lower(), UNKNOWN, e.value, name, version) for e in entries if e.group == OLD_GROUP]
-    yield from (plugin.refused(OF_OLD_GROUP) for plugin in old if plugin.name not in {other.name for other in found})
+    yield from (plugin.refused(OF_OLD_GROUP) for plugin in old if plugin.name not in {other.name for other in plugins})
 
 
 OF_OLD_GROUP = (
@@ -352,8 +356,8 @@ def _unfit(dist: Distribution) -> str:
         needed = [Requirement(line) for line in dist.requires or () if ours.match(line.strip())]
     except ValueError as error:
         return f"its requirement on trainkit cannot be read: {one_line(error)}"
-    given = [each for each in needed if each.marker is None or each.marker.evaluate({"extra": ""})]
-    for each in given:
+    applying = [each for each in needed if each.marker is None or each.marker.evaluate({"extra": ""})]
+    for each in applying:
         if canonical(each.name) != CORE:
             return f"it requires {each.name!r}, which is another project; write {CORE} in its dependencies"
         if not each.specifier.contains(__version__, prereleases=True):
@@ -414,12 +418,12 @@ def _judged(plugin: PluginInfo, claims: Sequence[PluginInfo]) -> PluginInfo:
 @contextmanager
 def disabled(names: Iterable[str], by: str) -> Iterator[None]:
     """Disable the plugins or distributions ``names`` inside the block; errors name ``by`` as the reason."""
-    given = [(name.strip().lower(), by) for name in names]
-    _disabled.extend(given)
+    pairs = [(name.strip().lower(), by) for name in names]
+    _disabled.extend(pairs)
     try:
         yield
     finally:
-        for pair in given:
+        for pair in pairs:
             _disabled.remove(pair)
 
 
@@ -427,31 +431,31 @@ def disabled_by(name: str, distribution: str | None = None) -> str:
     """Return what disables the plugin, an environment variable or an option; empty if nothing does."""
     foreign = distribution is not None and canonical(distribution) not in BUILT_IN.values()
 
-    def is_meant(given: str) -> bool:
-        return given == name.lower() or (distribution is not None and canonical(given) == canonical(distribution))
+    def is_meant(switched: str) -> bool:
+        return switched == name.lower() or (distribution is not None and canonical(switched) == canonical(distribution))
 
-    for given, by in _disabling():
-        if is_meant(given) or (given == ALL and foreign):
+    for switched, by in _disabling():
+        if is_meant(switched) or (switched == ALL and foreign):
             return by
     return LOAD if LOAD in os.environ and foreign and not any(map(is_meant, _names(LOAD))) else ""
 
 
 def _names(variable: str) -> list[str]:
     """Return the names in an environment variable."""
-    return [name for given in os.environ.get(variable, "").split(",") if (name := given.strip().lower())]
+    return [name for part in os.environ.get(variable, "").split(",") if (name := part.strip().lower())]
 
 
 def _disabling() -> list[tuple[str, str]]:
     return [*_disabled, *((name, DISABLE) for name in _names(DISABLE))]
 
 
-def unknown_disabled(known: Iterable[str] = ()) -> list[tuple[str, str]]:
-    """Return (by, message) for every name to disable or to load that is neither installed nor in ``known``."""
+def unknown_disabled(others: Iterable[str] = ()) -> list[tuple[str, str]]:
+    """Return (by, message) for every name to disable or to load that is neither installed nor in ``others``."""
     named = [*_disabling(), *((name, LOAD) for name in _names(LOAD))]
     if not named:
         return []
     claims = _claims()
-    names = {plugin.name for plugin in claims} | {name.lower() for name in known}
+    names = {plugin.name for plugin in claims} | {name.lower() for name in others}
     homes = {canonical(plugin.distribution) for plugin in claims}
     return [
         (by, f"{by} names {name!r}, which is not an installed plugin or distribution{suggest(name, names | homes)}")
@@ -462,10 +466,10 @@ def unknown_disabled(known: Iterable[str] = ()) -> list[tuple[str, str]]:
 
 def without_disabled(names: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the plugins in ``names`` that are not disabled, and messages about those that are."""
-    told = [message for _, message in unknown_disabled(names)]
+    messages = [message for _, message in unknown_disabled(names)]
     gone = {name: by for name in names if (by := why_disabled(name))}
-    told += [f"the plugin {name!r} is disabled by {by}; the run goes on without it" for name, by in gone.items()]
-    return [name for name in names if name not in gone], told
+    messages += [f"the plugin {name!r} is disabled by {by}; the run goes on without it" for name, by in gone.items()]
+    return [name for name in names if name not in gone], messages
 
 
 def why_disabled(name: str, module: str = "") -> str:
@@ -492,15 +496,15 @@ def of_kind(kind: str) -> list[str]:
 
 def kinds_of(name: str) -> set[str]:
     """Return the kinds of the installed plugin called ``name``; if none of that name is usable, those of all."""
-    found = [plugin for plugin in discover() if plugin.name == name.lower()]
-    return {plugin.kind for plugin in found if not plugin.why} or {plugin.kind for plugin in found}
+    plugins = [plugin for plugin in discover() if plugin.name == name.lower()]
+    return {plugin.kind for plugin in plugins if not plugin.why} or {plugin.kind for plugin in plugins}
 
 
 def owner_of(name: str, module: str) -> str:
     """Return the owner of the plugin name, in words; empty if there is none, or if ``module`` belongs to it."""
-    own = BUILT_IN.get(name)
-    if own:
-        return "" if own.replace("-", "_") == module.split(".")[0] else f"trainkit's own {own}"
+    distribution = BUILT_IN.get(name)
+    if distribution:
+        return "" if distribution.replace("-", "_") == module.split(".")[0] else f"trainkit's own {distribution}"
     if name in ACCELERATE_TRACKERS:
         return "a tracker of accelerate"
     claims = [plugin for plugin in _claims() if plugin.name == name and not plugin.why]

@@ -27,9 +27,10 @@ def load_function(reference: str) -> Callable[..., Any]:
     module = load_file(Path(source)) if source.endswith(".py") else _load_module(source)
     function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
-        own = _own(module)
+        functions = _own(module)
         raise ConfigError(
-            f"{source} has no function or class {name!r}{suggest(name, own)}; it has: {', '.join(own) or 'none'}"
+            f"{source} has no function or class {name!r}{suggest(name, functions)}; it has: "
+            f"{', '.join(functions) or 'none'}"
         )
     return function
 

@@ -47,13 +47,13 @@ class Watched:
                 f"the hook {hook} of {self.owner} is a wrapper around those of others, which trainkit does not "
                 "support; mark it with @trainkit.hookimpl, without wrapper or hookwrapper"
             )
-        told = impl.function
+        function = impl.function
 
         def guarded(trainer: Any, *args: object, **kwargs: object) -> object:
             if self.dismissed and hook not in PROVIDERS:
                 return None
             try:
-                answer = told(*args, **kwargs)
+                answer = function(*args, **kwargs)
             except Exception as error:
                 return self.failed(hook, trainer, error)
             return answer if hook in PROVIDERS else None

@@ -36,7 +36,7 @@ class HookManager(pluggy.PluginManager):
         Raises:
             PluginError: the method ``state_dict`` of one failed; names the plugin.
         """
-        return {name: _call(name, made, "state_dict") for name, made in self._with_state()}
+        return {name: _call(name, plugin, "state_dict") for name, plugin in self._with_state()}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; a plugin without a state in ``states`` keeps the one that it has.
@@ -44,17 +44,17 @@ class HookManager(pluggy.PluginManager):
         Raises:
             PluginError: the method ``load_state_dict`` of one failed; names the plugin.
         """
-        for name, made in self._with_state():
+        for name, plugin in self._with_state():
             if name in states:
-                _call(name, made, "load_state_dict", states[name])
+                _call(name, plugin, "load_state_dict", states[name])
 
     def _with_state(self) -> list[tuple[str, Any]]:
-        return [(name, made) for name, made in self.made.items() if hasattr(made, "state_dict")]
+        return [(name, plugin) for name, plugin in self.made.items() if hasattr(plugin, "state_dict")]
 
 
-def _call(name: str, made: Any, method: str, *arguments: Any) -> Any:
+def _call(name: str, plugin: Any, method: str, *arguments: Any) -> Any:
     try:
-        return getattr(made, method)(*arguments)
+        return getattr(plugin, method)(*arguments)
     except Exception as error:
         raise PluginError(f"{method} of the plugin {name!r} failed: {said(error)}") from error
 
@@ -147,8 +147,8 @@ def _register(manager: pluggy.PluginManager, plugin: object, label: str, name: s
         manager.register(plugin, name)
         manager.check_pending()
         for caller in manager.get_hookcallers(plugin) or ():
-            (own,) = (found for found in caller.get_hookimpls() if found.plugin is plugin)
-            _check_called(caller, own)
+            (implementation,) = (each for each in caller.get_hookimpls() if each.plugin is plugin)
+            _check_called(caller, implementation)
     except (pluggy.PluginValidationError, ValueError) as error:
         raise PluginError(f"the hooks of {label} do not fit: {one_line(error)}") from error
 
@@ -167,15 +167,15 @@ def _check_names(manager: pluggy.PluginManager, plugin: object) -> None:
         caller = getattr(manager.hook, hook, None)
         if caller is None or caller.spec is None:
             if not options.get("optionalhook"):
-                known = [each for each, found in vars(manager.hook).items() if getattr(found, "spec", None)]
-                raise ValueError(f"unknown hook {hook!r}{suggest(hook, known)}")
+                hooks = [each for each, caller_of in vars(manager.hook).items() if getattr(caller_of, "spec", None)]
+                raise ValueError(f"unknown hook {hook!r}{suggest(hook, hooks)}")
             continue
-        told = caller.spec.argnames
+        arguments = caller.spec.argnames
         for argument, parameter in inspect.signature(getattr(plugin, name)).parameters.items():
             plain = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-            if plain and parameter.default is parameter.empty and argument not in told:
-                near = suggest(argument, told)
-                raise ValueError(f"{name} takes {argument!r}{near}; it may take {', '.join(told)}")
+            if plain and parameter.default is parameter.empty and argument not in arguments:
+                near = suggest(argument, arguments)
+                raise ValueError(f"{name} takes {argument!r}{near}; it may take {', '.join(arguments)}")
 
 
 def _check_called(caller: pluggy.HookCaller, hook: pluggy.HookImpl) -> None:
@@ -184,7 +184,7 @@ def _check_called(caller: pluggy.HookCaller, hook: pluggy.HookImpl) -> None:
     Raises:
         ValueError: the hook has one; says which.
     """
-    function, told = hook.function, caller.spec.argnames if caller.spec else ()
+    function, arguments = hook.function, caller.spec.argnames if caller.spec else ()
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         raise ValueError(f"{caller.name} is async, and hooks are not awaited; write def")
     if inspect.isgeneratorfunction(function) and not (hook.wrapper or hook.hookwrapper):
@@ -193,7 +193,7 @@ def _check_called(caller: pluggy.HookCaller, hook: pluggy.HookImpl) -> None:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise ValueError(f"{caller.name} takes {parameter}, and would be given nothing; name the arguments")
         plain = parameter.kind is not parameter.KEYWORD_ONLY and parameter.default is parameter.empty
-        if not plain and (parameter.name in told or parameter.default is parameter.empty):
+        if not plain and (parameter.name in arguments or parameter.default is parameter.empty):
             raise ValueError(
                 f"{caller.name} takes {parameter.name!r} with a default or as keyword-only, and would not be given "
                 f"it; write it as a plain argument"

@@ -27,11 +27,11 @@ def lazy_names(
     def find(name: str) -> Any:
         for module in modules if name in names else ():
             try:
-                found = import_module(f"{package}.{module}")
+                imported = import_module(f"{package}.{module}")
             except AttributeError as error:  # of the module's own code: it does not say that there is no such name
                 raise ImportError(f"importing {package}.{module} failed: AttributeError: {error}") from error
-            if hasattr(found, name):
-                value = vars(sys.modules[package])[name] = getattr(found, name)
+            if hasattr(imported, name):
+                value = vars(sys.modules[package])[name] = getattr(imported, name)
                 return value
         raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(names)}")
 

@@ -136,18 +136,18 @@ def _register(cls: C, name: str) -> C:
             f"{cls.__qualname__} cannot be registered as {name!r}: it names no method config. "
             f"Derive it as class {cls.__name__}(AccelerateRLTrainer[YourConfig]), YourConfig being a MethodConfig"
         )
-    if (given := method.model_fields["name"].default) != name:
-        own = method.__module__ == cls.__module__
+    if (default := method.model_fields["name"].default) != name:
+        is_own = method.__module__ == cls.__module__
         raise RegistryError(
-            f"trainer {name!r} has a method config whose name is {given!r}; write name: str = {name!r} in "
+            f"trainer {name!r} has a method config whose name is {default!r}; write name: str = {name!r} in "
             + (
                 method.__qualname__
-                if own
+                if is_own
                 else f"a class derived from {method.__qualname__}, and make that method_class"
             )
         )
-    if told := fault(cls, method.model_fields):
-        raise RegistryError(f"{cls.__qualname__} cannot be registered as {name!r}: {told}")
+    if reason := fault(cls, method.model_fields):
+        raise RegistryError(f"{cls.__qualname__} cannot be registered as {name!r}: {reason}")
     _check_name("trainer", name, cls, _TRAINERS.get(name))
     _TRAINERS[name] = cls
     return cls
@@ -226,9 +226,9 @@ def settings_alone(name: str) -> type[Any] | None:
         return None
     with _undone_by_errors():
         module = import_settings(find_plugin(name, kinds=[TRAINER]))
-    for found in vars(module).values() if module else ():
-        if isinstance(found, type) and _method_name(found) == name:
-            return found
+    for value in vars(module).values() if module else ():
+        if isinstance(value, type) and _method_name(value) == name:
+            return value
     return None
 
 
@@ -258,14 +258,14 @@ def _load(key: str, listed: Mapping[str, Any], *kinds: str) -> None:
     _check_kind(plugin, found)
 
 
-def _check_kind(plugin: PluginInfo, found: set[str]) -> None:
+def _check_kind(plugin: PluginInfo, kinds: set[str]) -> None:
     """Raise an error unless the kinds that the plugin's module provides are those of its entry-point group."""
-    if plugin.kind in found:
+    if plugin.kind in kinds:
         return
-    if found:
+    if kinds:
         raise PluginError(
-            f"plugin {plugin} is {NAMED_IN[min(found)][0]}, and its entry point is in the group "
-            f"{GROUPS[plugin.kind]!r}; write it into {GROUPS[min(found)]!r} in its pyproject.toml, and install it again"
+            f"plugin {plugin} is {NAMED_IN[min(kinds)][0]}, and its entry point is in the group "
+            f"{GROUPS[plugin.kind]!r}; write it into {GROUPS[min(kinds)]!r} in its pyproject.toml, and install it again"
         )
     how = {SAMPLER: "a function make_sampler marked @trainkit.hookimpl", HOOKS: "functions marked @trainkit.hookimpl"}
     decorator = f'@register_{"hooks" if plugin.kind == SAMPLER else plugin.kind}("{plugin.name}")'
@@ -382,9 +382,9 @@ def get_part(part: Part, name: str) -> Registered:
     if key in part.own:
         return Registered(_at(part.own[key]), None)
     if not (is_known(key) or key in BUILT_IN):
-        known = available_parts(part)
+        names = available_parts(part)
         raise RegistryError(
-            f"there is no {kind} {name!r}{suggest(key, known)}; {part.key} names {', '.join(known)}, or another "
+            f"there is no {kind} {name!r}{suggest(key, names)}; {part.key} names {', '.join(names)}, or another "
             f"{kind} plugin that is installed{of_old_group()}"
         )
     if key in part.classes:
@@ -411,7 +411,7 @@ def available_parts(part: Part) -> list[str]:
 
     Names that begin with an underscore are private, as those of trainers.
     """
-    here = (name for name, found in part.classes.items() if not why_disabled(name, found.made.__module__))
+    here = (name for name, registered in part.classes.items() if not why_disabled(name, registered.made.__module__))
     return sorted(name for name in {*part.own, *of_kind(part.kind), *here} if not name.startswith("_"))
 
 
@@ -475,8 +475,8 @@ def _fault(cls: type, settings: type[Settings] | None, tracker: bool) -> str:
     try:
         inspect.signature(cls).bind(*([] if settings is None else [settings]))
     except TypeError as error:
-        given = "the settings as its only argument" if settings else "no argument, as it has no settings"
-        return f"it is called with {given} ({error})"
+        expected = "the settings as its only argument" if settings else "no argument, as it has no settings"
+        return f"it is called with {expected} ({error})"
     return ""
 
 
@@ -521,5 +521,5 @@ def is_tracker(name: str) -> bool:
     Raises:
         RegistryError, PluginError: the plugin cannot be used.
     """
-    found = None if name in ACCELERATE_TRACKERS or not is_known(name) else get_hooks(name)
-    return found is not None and found.tracker
+    hooks = None if name in ACCELERATE_TRACKERS or not is_known(name) else get_hooks(name)
+    return hooks is not None and hooks.tracker

@@ -42,7 +42,7 @@ class Names:
     """The beginning of the names of classes."""
 
     @classmethod
-    def of(cls, given: str) -> Names:
+    def of(cls, name: str) -> Names:
         """Return the names that follow from the one on the command line.
 
         Raises:
@@ -50,10 +50,10 @@ class Names:
         """
         import yaml
 
-        plugin = given.lower().replace("-", "_")
+        plugin = name.lower().replace("-", "_")
         if len(plugin) > LONGEST or not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", plugin):
             raise ConfigError(
-                f"a plugin cannot be called {given!r}; use English letters, digits, and single hyphens or underscores "
+                f"a plugin cannot be called {name!r}; use English letters, digits, and single hyphens or underscores "
                 f"between them, beginning with a letter, at most {LONGEST} characters: my-algo"
             )
         for is_taken, by in (
@@ -62,13 +62,13 @@ class Names:
             ((value := yaml.safe_load(plugin)) != plugin, f"a configuration would read as {value!r}"),
         ):
             if is_taken:
-                raise ConfigError(f"a plugin cannot be called {given!r}, which {by}; choose another name")
+                raise ConfigError(f"a plugin cannot be called {name!r}, which {by}; choose another name")
         if plugin.startswith("trainkit_"):
             raise ConfigError(
-                f"given {given!r}; 'trainkit-' is put before the name automatically: "
-                f"trainkit new-plugin {given[len('trainkit-') :]}"
+                f"given {name!r}; 'trainkit-' is put before the name automatically: "
+                f"trainkit new-plugin {name[len('trainkit-') :]}"
             )
-        return cls(plugin, "".join(part[:1].upper() + part[1:] for part in re.split("[-_]", given)))
+        return cls(plugin, "".join(part[:1].upper() + part[1:] for part in re.split("[-_]", name)))
 
     @property
     def distribution(self) -> str:
@@ -94,11 +94,11 @@ class Names:
         return re.sub("|".join(written), lambda found: written[found[0]], text)
 
 
-def new_plugin(given: str, kind: Kind, out: Path | None = None) -> tuple[Names, list[Path]]:
+def new_plugin(name: str, kind: Kind, out: Path | None = None) -> tuple[Names, list[Path]]:
     """Write the directory of a new plugin; return the plugin's names and files.
 
     Args:
-        given: its name.
+        name: its name.
         kind: its kind.
         out: the directory; by default ``trainkit-NAME`` in the working directory.
 
@@ -106,7 +106,7 @@ def new_plugin(given: str, kind: Kind, out: Path | None = None) -> tuple[Names, 
         ConfigError: the name cannot be used; the directory is not empty, or cannot be written.
         RegistryError: the name is taken.
     """
-    names = Names.of(given)
+    names = Names.of(name)
     _check_free(names)
     target = out or Path(names.distribution)
     if _is_dir(target) and any(target.iterdir()):
@@ -122,8 +122,8 @@ def new_plugin(given: str, kind: Kind, out: Path | None = None) -> tuple[Names, 
 
 def _check_free(names: Names) -> None:
     """Raise a `RegistryError` if a plugin or distribution has the name, or it is one of trainkit's own."""
-    if own := BUILT_IN.get(names.plugin):
-        raise RegistryError(f"the name {names.plugin!r} belongs to trainkit's own {own}; choose another")
+    if distribution := BUILT_IN.get(names.plugin):
+        raise RegistryError(f"the name {names.plugin!r} belongs to trainkit's own {distribution}; choose another")
     if names.distribution == CORE:
         raise RegistryError(f"{CORE!r} is trainkit itself; choose another name than {names.plugin!r}")
     for plugin in discover():

@@ -105,12 +105,12 @@ def _loading(method: str, code: str | None) -> str:
 
 def _facts(trainer: RunView) -> dict[str, str]:
     core, *plugins = trainer.identity.makers
-    made = {"method": trainer.config.method.name}
-    made |= {f"plugin {plugin['name']}": said(plugin) for plugin in plugins}
-    made |= {"trainkit": str(core["version"])}
-    made |= {name: version(name) for name in LIBRARIES}
+    method = {"method": trainer.config.method.name}
+    method |= {f"plugin {plugin['name']}": said(plugin) for plugin in plugins}
+    method |= {"trainkit": str(core["version"])}
+    method |= {name: version(name) for name in LIBRARIES}
     ended = {"ended early": trainer.progress.stop_reason} if trainer.progress.stop_reason else {}
-    return {**made, "steps": str(trainer.progress.step), **ended, "samples": str(trainer.progress.trained)}
+    return {**method, "steps": str(trainer.progress.step), **ended, "samples": str(trainer.progress.trained)}
 
 
 def _training(trainer: RunView) -> str:
@@ -124,10 +124,10 @@ def _training(trainer: RunView) -> str:
 
 
 def _evaluation(trainer: RunView) -> str:
-    at, found = trainer.progress.evaluated, trainer.progress.evaluation
+    at, metrics = trainer.progress.evaluated, trainer.progress.evaluation
     numbers = {
         name.removeprefix("eval/"): f"{value:.4g}"
-        for name, value in sorted(found.items(), key=lambda item: (item[0] != main_metric(sorted(found)), item[0]))
+        for name, value in sorted(metrics.items(), key=lambda item: (item[0] != main_metric(sorted(metrics)), item[0]))
         if not name.startswith("eval/time")
     }
     return _table(f"## The last evaluation, after step {at}", numbers) if numbers else ""

@@ -168,9 +168,9 @@ def digest(state: State) -> str:
         CheckpointError: as `Packer.pack`.
     """
     packer = Packer()
-    found = hashlib.sha256(_as_json(packer, state).encode())
-    found.update(fingerprint(packer.tensors).encode())
-    return found.hexdigest()
+    hash = hashlib.sha256(_as_json(packer, state).encode())
+    hash.update(fingerprint(packer.tensors).encode())
+    return hash.hexdigest()
 
 
 def pack(state: State) -> Packed:
@@ -331,8 +331,8 @@ def move_in(building: Path, target: Path, last: str) -> None:
 
 def checkpoints(root: Path) -> list[Path]:
     """Return the checkpoint directories under ``root``, oldest step first. They are found by scanning the directory."""
-    found = [path for path in root.glob("step_*") if path.is_dir() and path.suffix in ("", OLD)]
-    return sorted(found, key=lambda path: (path.stem, path.suffix == ""))
+    paths = [path for path in root.glob("step_*") if path.is_dir() and path.suffix in ("", OLD)]
+    return sorted(paths, key=lambda path: (path.stem, path.suffix == ""))
 
 
 def newest_whole(root: Path) -> Path | None:

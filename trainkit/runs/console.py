@@ -170,7 +170,7 @@ class Console:
             return
         last, rows = len(steps) - 1, min(len(steps), ROWS)
         shown = [steps[round(row * last / max(rows - 1, 1))] for row in range(rows)]
-        names = list(dict.fromkeys(name for found in self._evaluations.values() for name in found))
+        names = list(dict.fromkeys(name for metrics in self._evaluations.values() for name in metrics))
         columns = [["step", *map(str, shown)]]
         for name in names:
             values = (self._evaluations[step].get(name) for step in shown)
@@ -213,12 +213,12 @@ class Console:
         return [f"{label} {value}" for label, value in self._values() if label != "lr"]
 
     def _values(self) -> list[tuple[str, str]]:
-        found, known = [], self._metrics
+        values, metrics = [], self._metrics
         for label, key, spread in SHOWN:
-            if key in known:
-                around = f" ± {number(known[spread]):<4}" if spread in known else ""
-                found.append((label, f"{number(known[key]):>5}{around}"))
-        return found
+            if key in metrics:
+                around = f" ± {number(metrics[spread]):<4}" if spread in metrics else ""
+                values.append((label, f"{number(metrics[key]):>5}{around}"))
+        return values
 
     def _pace_fields(self) -> list[str]:
         rate = self._pace.tokens_per_second
@@ -299,8 +299,8 @@ def _move_log_handlers(captured: list[Any]) -> list[tuple[logging.StreamHandler[
 
     Return each such handler with its earlier stream.
     """
-    known = [logging.root, *logging.root.manager.loggerDict.values()]
-    handlers = {handler for logger in known if isinstance(logger, logging.Logger) for handler in logger.handlers}
+    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+    handlers = {handler for logger in loggers if isinstance(logger, logging.Logger) for handler in logger.handlers}
     moved: list[tuple[logging.StreamHandler[Any], Any]] = []
     for handler in handlers:
         if isinstance(handler, logging.StreamHandler) and handler.stream in captured:

@@ -60,31 +60,31 @@ class Source:
         return {}
 
 
-def find_model(given: str, *, best: bool = False) -> Source:
-    """Return the model that ``given`` names.
+def find_model(name: str, *, best: bool = False) -> Source:
+    """Return the model that ``name`` names.
 
     Args:
-        given: the directory of a run (its export is meant), of an export or of another model, or a hub id.
+        name: the directory of a run (its export is meant), of an export or of another model, or a hub id.
         best: of a run, whether its export with the best evaluation is meant, not that of the end.
 
     Raises:
         ConfigError: there is no such directory, it holds no model, or the run has no export; says what to do.
     """
-    if told := absent(given):
-        raise ConfigError(f"{told} Give the directory of a run or of a model, or a hub id")
-    path = Path(given)
+    if missing := absent(name):
+        raise ConfigError(f"{missing} Give the directory of a run or of a model, or a hub id")
+    path = Path(name)
     is_run = (path / CONFIG).is_file() and not _holds_model(path)
     if best and not is_run:
-        raise ConfigError(f"--best is the best export of a run, and {given!r} is the directory of no run; omit it")
+        raise ConfigError(f"--best is the best export of a run, and {name!r} is the directory of no run; omit it")
     if is_run:
         return Source(str(_export(path, "best" if best else "model")), path)
     if not path.exists():
-        return Source(given)
+        return Source(name)
     if not _holds_model(path):
         raise ConfigError(_no_model(path))
     parent = path.resolve().parent
     of_run = path.resolve().name in EXPORTS and (path / "trainkit.json").is_file() and (parent / CONFIG).is_file()
-    return Source(given, path.parent if of_run and path.name in EXPORTS else parent if of_run else None)
+    return Source(name, path.parent if of_run and path.name in EXPORTS else parent if of_run else None)
 
 
 def _holds_model(path: Path) -> bool:
@@ -114,7 +114,7 @@ def _export(run: Path, name: str) -> Path:
 
 def _no_model(path: Path) -> str:
     """Return what a directory without a model is, and what to give instead."""
-    found = [str(path / name) for name in EXPORTS if _holds_model(path / name)]
+    exports = [str(path / name) for name in EXPORTS if _holds_model(path / name)]
     if path.parent.name == "checkpoints":
         return (
             f"{str(path)!r} is a checkpoint, from which a run resumes; give the run {str(path.parent.parent)!r}, whose "
@@ -122,5 +122,7 @@ def _no_model(path: Path) -> str:
         )
     if not path.is_dir():
         return f"{str(path)!r} is a file; give the directory of a run or of a model, or a hub id"
-    hint = f"give {found[0]!r}" if found else "give the directory of a run (train.run_dir) or of a model, or a hub id"
+    hint = (
+        f"give {exports[0]!r}" if exports else "give the directory of a run (train.run_dir) or of a model, or a hub id"
+    )
     return f"{str(path)!r} holds neither a model ({', '.join(HOLD_MODELS)}) nor a run ({CONFIG}); {hint}"

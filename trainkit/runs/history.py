@@ -68,8 +68,10 @@ class History(Mapping[str, dict[int, float]]):
         """
         for name in names:
             if name not in self:
-                known = ", ".join(self) or "none yet"
-                raise ConfigError(f"no metric is called {describe(name)}{suggest(str(name), self)}; there are: {known}")
+                names_of_metrics = ", ".join(self) or "none yet"
+                raise ConfigError(
+                    f"no metric is called {describe(name)}{suggest(str(name), self)}; there are: {names_of_metrics}"
+                )
         usual = [main_metric(self), *(name for name in USUAL if name in self)]
         chosen = list(dict.fromkeys(names or [name for name in usual if name is not None]))
         if not chosen:

@@ -112,14 +112,16 @@ def published(export: Path) -> dict[str, Path | bytes]:
         DataError: the configuration of the run cannot be read.
     """
     files = (path for path in sorted(export.rglob("*")) if path.is_file())
-    found: dict[str, Path | bytes] = {path.relative_to(export).as_posix(): path for path in files}
-    found = {name: path for name, path in found.items() if not any(part.startswith(".") for part in name.split("/"))}
+    published: dict[str, Path | bytes] = {path.relative_to(export).as_posix(): path for path in files}
+    published = {
+        name: path for name, path in published.items() if not any(part.startswith(".") for part in name.split("/"))
+    }
     run = export.resolve().parent
     if export.resolve().name in ("model", "best") and (run / "config.yaml").is_file():
-        found.setdefault("config.yaml", _config(run))
+        published.setdefault("config.yaml", _config(run))
         if (run / "metrics.jsonl").is_file():
-            found.setdefault("metrics.jsonl", run / "metrics.jsonl")
-    return found
+            published.setdefault("metrics.jsonl", run / "metrics.jsonl")
+    return published
 
 
 def _local_base(export: Path) -> str:
@@ -143,9 +145,9 @@ def _upload(api: HfApi, repo: str, files: dict[str, Path | bytes], private: bool
     from huggingface_hub import CommitOperationAdd
 
     api.create_repo(repo, private=private, exist_ok=True)
-    if (found := api.model_info(repo).private) is not None and found != private:
-        kind, wanted = ("private", "public") if found else ("public", "private")
-        log.warning("%s is there already and is %s, not %s; it stays %s", repo, kind, wanted, kind)
+    if (private_there := api.model_info(repo).private) is not None and private_there != private:
+        kind, asked = ("private", "public") if private_there else ("public", "private")
+        log.warning("%s is there already and is %s, not %s; it stays %s", repo, kind, asked, kind)
     if revision:
         api.create_branch(repo, branch=revision, exist_ok=True)
     additions = [CommitOperationAdd(name, content) for name, content in files.items()]

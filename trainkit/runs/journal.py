@@ -76,8 +76,8 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
-def _keep_lines(run_dir: Path | None, name: str, wanted: Callable[[dict[str, Any]], bool]) -> None:
-    """Remove the lines of a file that are not ``wanted``, and an incomplete last line.
+def _keep_lines(run_dir: Path | None, name: str, keeps: Callable[[dict[str, Any]], bool]) -> None:
+    """Remove the lines of a file that are not ``keeps``, and an incomplete last line.
 
     Lines that cannot be read are moved to ``NAME.corrupt``, with a warning.
     """
@@ -89,7 +89,7 @@ def _keep_lines(run_dir: Path | None, name: str, wanted: Callable[[dict[str, Any
         if not line.endswith(b"\n"):
             continue
         try:
-            if wanted(json.loads(line)):
+            if keeps(json.loads(line)):
                 kept.append(line)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             log.warning(
@@ -117,14 +117,14 @@ def _records(part: Rollouts) -> Iterator[dict[str, Any]]:
 
 def _advantages(experience: Any) -> list[float]:
     """Return the advantage of each row: of advantages per token, the mean over those of the response."""
-    found, sequences = (getattr(experience, name, None) for name in ("advantages", "sequences"))
-    if not isinstance(found, Tensor):
+    advantages, sequences = (getattr(experience, name, None) for name in ("advantages", "sequences"))
+    if not isinstance(advantages, Tensor):
         return []
-    if found.dim() == 1:
-        return [float(value) for value in found]
+    if advantages.dim() == 1:
+        return [float(value) for value in advantages]
     mask = getattr(sequences, "response_mask", None)
     return (
         []
         if mask is None
-        else [float(value) for value in found.masked_fill(~mask, 0).sum(1) / mask.sum(1).clamp(min=1)]
+        else [float(value) for value in advantages.masked_fill(~mask, 0).sum(1) / mask.sum(1).clamp(min=1)]
     )

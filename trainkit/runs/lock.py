@@ -108,8 +108,8 @@ def _holder(path: Path) -> dict[str, Any]:
 
 def _in_use(run_dir: Path, holder: dict[str, Any]) -> str:
     said = "process {pid} on {host} since {since}".format_map({"pid": "?", "host": "?", "since": "?", **holder})
-    own = " (this process, another trainer)" if holder.get("pid") == os.getpid() else ""
-    return f"{run_dir} is in use by {said}{own}; wait until it ends, stop it, or give another train.run_dir"
+    here = " (this process, another trainer)" if holder.get("pid") == os.getpid() else ""
+    return f"{run_dir} is in use by {said}{here}; wait until it ends, stop it, or give another train.run_dir"
 
 
 def _release(lock: FileLock, path: Path, created: list[Path], owner: int) -> None:

@@ -95,13 +95,13 @@ class Record:
     @cached_property
     def series(self) -> dict[str, dict[int, float]]:
         """The metrics by name, each by step. The last one counts where a step is recorded twice."""
-        found: dict[str, dict[int, float]] = {}
+        series: dict[str, dict[int, float]] = {}
         for line in self.metrics:
             step = line.get("step")
             for name, value in line.items() if isinstance(step, int) else ():
                 if name != "step" and isinstance(value, int | float) and not isinstance(value, bool):
-                    found.setdefault(name, {})[int(step)] = float(value)  # type: ignore[arg-type]
-        return {name: dict(sorted(values.items())) for name, values in found.items()}
+                    series.setdefault(name, {})[int(step)] = float(value)  # type: ignore[arg-type]
+        return {name: dict(sorted(values.items())) for name, values in series.items()}
 
     @cached_property
     def starts(self) -> list[dict[str, Any]]:
@@ -208,12 +208,12 @@ def free_directory(path: str) -> str:
 
 def main_metric(names: Iterable[str]) -> str | None:
     """Return the metric that says best how good a model is, of those that a run has recorded; None if there is none."""
-    known = list(names)
+    present = list(names)
 
     def ranked() -> Iterator[str]:
-        yield from (name for name in known if name.startswith("eval/reward"))
-        yield from (name for name in known if name.startswith("eval/") and not name[5:].startswith(NOT_MAIN))
-        yield from (name for name in ("reward/mean", "loss/total") if name in known)
-        yield from (name for name in known if not name.startswith("time/"))
+        yield from (name for name in present if name.startswith("eval/reward"))
+        yield from (name for name in present if name.startswith("eval/") and not name[5:].startswith(NOT_MAIN))
+        yield from (name for name in ("reward/mean", "loss/total") if name in present)
+        yield from (name for name in present if not name.startswith("time/"))
 
     return next(ranked(), None)

@@ -51,10 +51,10 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
-def divided_like(own: Any, whole: Tensor) -> Tensor:
-    """Return ``whole``, which every process has, divided among the processes as ``own`` is, or not at all."""
-    if not hasattr(own, "to_local"):
+def divided_like(part: Any, whole: Tensor) -> Tensor:
+    """Return ``whole``, which every process has, divided among the processes as ``part`` is, or not at all."""
+    if not hasattr(part, "to_local"):
         return whole
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(whole.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
+    return distribute_tensor(whole.to(part.device), part.device_mesh, part.placements, src_data_rank=None)

@@ -319,16 +319,16 @@ def _load_trained(trainer: RunView, state: Mapping[str, Any], loop: Mapping[str,
     """
     sharding = trainer.sharding
     with nullcontext() if sharding.keeps_sharded else sharding.unsharded(write=True):
-        own = trained(trainer.unwrapped)
-        if wrong := sorted(own.keys() ^ state.keys()):
-            raise ValueError(f"{wrong[0]} is {'not' if wrong[0] in own else 'only'} in the checkpoint")
-        for name, tensor in own.items():
+        weights = trained(trainer.unwrapped)
+        if wrong := sorted(weights.keys() ^ state.keys()):
+            raise ValueError(f"{wrong[0]} is {'not' if wrong[0] in weights else 'only'} in the checkpoint")
+        for name, tensor in weights.items():
             if tuple(tensor.shape) != tuple(state[name].shape):
                 there, here = tuple(state[name].shape), tuple(tensor.shape)
                 raise ValueError(f"{name} is {there} in the checkpoint, and {here} in the model")
         _check_loop(trainer, loop)
         with torch.no_grad():
-            for name, tensor in own.items():
+            for name, tensor in weights.items():
                 tensor.copy_(divided_like(tensor, checkpoint.whole(state[name])))
 
 
@@ -340,9 +340,11 @@ def _check_loop(trainer: RunView, state: Mapping[str, Any]) -> None:
     """
     trainer.models.check_state(state)
     fields = {"progress": asdict(trainer.progress), "scheduler": trainer.models.scheduler.state_dict()}
-    for part, own in fields.items():
-        if odd := sorted(own.keys() ^ state[part].keys()):
-            raise ValueError(f"{odd[0]} of its {part} is {'missing' if odd[0] in own else 'unknown'}")
+    for part, here in fields.items():
+        if differing_names := sorted(here.keys() ^ state[part].keys()):
+            raise ValueError(
+                f"{differing_names[0]} of its {part} is {'missing' if differing_names[0] in here else 'unknown'}"
+            )
 
 
 def _load_loop(trainer: RunView, state: Mapping[str, Any]) -> None:
@@ -363,8 +365,8 @@ def resume(trainer: RunView, root: Path) -> None:
     """
     checkpoint_path = trainer.config.train.resume
     if checkpoint_path == "auto":
-        if found := trainer.parallel.on_main(lambda: checkpoint.newest_whole(root)):
-            load(trainer, found)
+        if newest := trainer.parallel.on_main(lambda: checkpoint.newest_whole(root)):
+            load(trainer, newest)
         elif broken := sorted(path.name for path in root.glob("step_*")):
             raise CheckpointError(
                 f"no checkpoint under {root} is intact ({', '.join(broken)}), so the run cannot resume; repair one, or "
@@ -468,12 +470,12 @@ def _load_held(trainer: RunView, path: Path, there: int, filled: int) -> None:
 def _stopped(trainer: RunView, before: Mapping[str, Any]) -> str:
     """Return what to log about a run that `trainer.stop` ended; it continues if the config says so."""
     at = trainer.progress
-    told = f"the run was ended after step {at.step}: {at.stop_reason}"
+    ended = f"the run was ended after step {at.step}: {at.stop_reason}"
     drift = checkpoint.config_drift(before, trainer.config.to_dict())
     if changed := [line.partition(":")[0] for line in drift if line.startswith(LENGTH)]:
         at.stop_reason = ""
-        return f"{told}. It continues, because of a change of {', '.join(changed)}"
-    return f"{told}. It continues only if {', '.join(LENGTH[:-1])} or {LENGTH[-1]} is changed"
+        return f"{ended}. It continues, because of a change of {', '.join(changed)}"
+    return f"{ended}. It continues only if {', '.join(LENGTH[:-1])} or {LENGTH[-1]} is changed"
 
 
 def _found_at(path: Path) -> Path:
@@ -589,8 +591,8 @@ def export(trainer: RunView, directory: str | Path | None = None) -> Path:
         except (OSError, SafetensorError) as error:
             shutil.rmtree(building, ignore_errors=True)
             needed = sum(parameter.nbytes for parameter in trainer.unwrapped.parameters())
-            told = f"cannot export the model to {target}: {error} ({saving.room(target, needed)})"
-            raise CheckpointError(told) from error
+            message = f"cannot export the model to {target}: {error} ({saving.room(target, needed)})"
+            raise CheckpointError(message) from error
         return ""
 
     with trainer.sharding.collected():

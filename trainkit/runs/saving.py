@@ -232,8 +232,8 @@ def _explained(trainer: RunView, building: Path) -> Iterator[None]:
         if isinstance(error, TrainkitError):
             raise
         root = building.parent
-        told = f"cannot save a checkpoint under {root}: {error} ({room(root, _bytes(trainer))})"
-        raise CheckpointError(told) from error
+        message = f"cannot save a checkpoint under {root}: {error} ({room(root, _bytes(trainer))})"
+        raise CheckpointError(message) from error
 
 
 def room(place: Path, needed: int) -> str:

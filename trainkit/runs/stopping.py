@@ -65,8 +65,8 @@ class Stop:
             raise Interrupted
 
     @contextmanager
-    def interruptible(self, wanted: bool = True) -> Iterator[None]:
-        """End the block as soon as the run is asked to end, if ``wanted`` and in the main thread; or else do not.
+    def interruptible(self, allowed: bool = True) -> Iterator[None]:
+        """End the block as soon as the run is asked to end, if ``allowed`` and in the main thread; or else do not.
 
         Raises:
             Interrupted: it was asked to.
@@ -74,9 +74,9 @@ class Stop:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before, self._interrupts = self._interrupts, wanted
+        before, self._interrupts = self._interrupts, allowed
         try:
-            if wanted and self.asked:
+            if allowed and self.asked:
                 raise Interrupted
             yield
         finally:

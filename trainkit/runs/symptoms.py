@@ -125,11 +125,11 @@ def off_policy(metrics: Mapping[str, float], half_precision: bool) -> Finding | 
     factor = HALF_PRECISION if half_precision else 1
     if (ratio is None or abs(ratio - 1) <= RATIO * factor) and (kl is None or kl <= FIRST_KL * factor):
         return None
-    found = [None if ratio is None else f"ratio {ratio:.5g}", None if kl is None else f"KL {kl:.2g}"]
+    differences = [None if ratio is None else f"ratio {ratio:.5g}", None if kl is None else f"KL {kl:.2g}"]
     return Finding(
         "off_policy",
-        f"the first update on a collection has {', '.join(filter(None, found))}, where the ratio should be 1 and the "
-        "KL 0: the log-probabilities of the experience are not those that the loss computes. Look for other masks, "
+        f"the first update on a collection has {', '.join(filter(None, differences))}, where the ratio should be 1 and "
+        "the KL 0: the log-probabilities of the experience are not those that the loss computes. Look for other masks, "
         "positions or temperatures, for dropout (model.disable_dropout), and for an engine without the newest weights",
     )
 

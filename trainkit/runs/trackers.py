@@ -278,8 +278,8 @@ class Mlflow(AccelerateTracker):
 
     def store_config(self, config: dict[str, Any], run_dir: Path) -> None:
         """Log the parameters that the run does not have yet, as MLflow cannot change one, and store the file."""
-        known = self._tracker.tracker.data.params
-        super().store_config({name: value for name, value in config.items() if name not in known}, run_dir)
+        logged = self._tracker.tracker.data.params
+        super().store_config({name: value for name, value in config.items() if name not in logged}, run_dir)
         self.store(run_dir / "config.yaml", "config")
 
     def store(self, path: Path, kind: str) -> None:
@@ -383,8 +383,8 @@ def _identities(run_dir: Path) -> dict[str, Any]:
 
 
 def _write_identity(run_dir: Path, name: str, identity: dict[str, Any]) -> None:
-    found = {**_identities(run_dir), name: identity}
-    (run_dir / f".{IDENTITIES}").write_text(json.dumps(found), encoding="utf-8")
+    identities = {**_identities(run_dir), name: identity}
+    (run_dir / f".{IDENTITIES}").write_text(json.dumps(identities), encoding="utf-8")
     (run_dir / f".{IDENTITIES}").replace(run_dir / IDENTITIES)
 
 
@@ -425,14 +425,14 @@ def _cell(value: Any) -> str:
 
 def drawn(samples: list[Sample]) -> dict[str, list[float]]:
     """Return the finite rewards and lengths of samples; of a sweep, under names like ``reward@temperature=0.5``."""
-    found: dict[str, list[float]] = {}
+    series: dict[str, list[float]] = {}
     for each in samples:
         suffix = f"@{each['setting']}" if "setting" in each else ""
         for name in DRAWN:
             value = each.get(name)
             if isinstance(value, int | float) and math.isfinite(value):
-                found.setdefault(f"{name}{suffix}", []).append(float(value))
-    return found
+                series.setdefault(f"{name}{suffix}", []).append(float(value))
+    return series
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
