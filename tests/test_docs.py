@@ -59,6 +59,7 @@ LAUNCHING = (
     "docs/distributed.md",
     "docs/plugins.md",
     "docs/runs.md",
+    "plugins/sweep/README.md",
     "examples/README.md",
 )
 """Pages with commands of `LAUNCH`."""
