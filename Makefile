@@ -13,7 +13,7 @@
 #   make gpu       figures of a GPU and its tests, in build/gpu: PYTHON with a torch for it, nothing installed
 #   make extras    installs reasoning-gym, which needs a C compiler, and lm-eval, for make test-all
 #   make check     lint, types, test
-#   make tables    the tables of docs/migrating/ from plugins/migrate/trainkit_migrate/
+#   make tables    the tables of docs/coming-from-*.md from plugins/migrate/trainkit_migrate/
 #   make docs      the documentation site in build/site, with every link and reference checked
 #   make mutants   which checks of the kit find which bugs
 #   make coverage  the lines and branches of trainkit/ that make test reaches, and those with the slow tests

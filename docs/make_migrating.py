@@ -1,37 +1,38 @@
-"""Writes the tables of docs/migrating/ from plugins/migrate/ and trainkit/config/names.toml: ``make tables``.
+"""Writes the tables of docs/coming-from-*.md from plugins/migrate/ and trainkit/config/names.toml: ``make tables``.
 
-A table is between two comments of a page, ``<!-- table: NAME -->`` and ``<!-- end of table -->``.
+A table is between two comments of a page, ``<!-- table: NAME -->`` and ``<!-- end of table -->``. With ``NAME without
+OTHER``, the fields that the framework OTHER has with the same meaning are left out.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 
 from trainkit.config.names import known_names, settings
 from trainkit_migrate import FRAMEWORKS, Framework, Setting, framework
 
-PAGES = Path(__file__).parent / "migrating"
-TABLE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", flags=re.DOTALL)
+PAGES = sorted(Path(__file__).parent.glob("coming-from-*.md"))
+TABLE = re.compile(r"(<!-- table: ([\w-]+)(?: without ([\w-]+))? -->\n).*?(<!-- end of table -->)", flags=re.DOTALL)
 KINDS = ("mapped", "equivalent", "without effect", "refused")
 HEAD = "| {} | | in trainkit |\n|---|---|---|\n"
 
 
 def written(text: str) -> str:
     """Return a page with its tables as they are in the sources."""
-    return TABLE.sub(lambda found: f"{found[1]}{table(found[2])}{found[3]}", text)
+    return TABLE.sub(lambda match: f"{match[1]}{table(match[2], match[3])}{match[4]}", text)
 
 
-def table(name: str) -> str:
+def table(name: str, without: str | None = None) -> str:
     """Return the tables of a framework, or that of the names that are common among frameworks."""
     if name == "names":
         return common_names()
     if name not in FRAMEWORKS:
         return ""
-    about = framework(name)
-    return "\n" + "".join([*counts(about), *fields(about), *names(about)]) + "\n"
+    about, others = framework(name), rows(framework(without)) if without else {}
+    return "\n" + "".join([*counts(about), *fields(about, others), *names(about)]) + "\n"
 
 
 # ---------------------------------------------------------------------------------------------------------- fields
@@ -60,11 +61,13 @@ def rows(about: Framework) -> dict[tuple[str, str, str], list[str]]:
     return found
 
 
-def fields(about: Framework) -> Iterator[str]:
-    """Yield a table of the fields of each class or section, and of those that several have."""
+def fields(about: Framework, others: Container[tuple[str, str, str]]) -> Iterator[str]:
+    """Yield a table of the fields of each class or section, and of those that several have, without other rows."""
     groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for (field, kind, text), homes in rows(about).items():
-        groups[tuple(homes)].append(f"| `{field}` | {kind} | {text} |\n")
+    for row, homes in rows(about).items():
+        if row not in others:
+            field, kind, text = row
+            groups[tuple(homes)].append(f"| `{field}` | {kind} | {text} |\n")
     for classes, lines in sorted(groups.items(), key=lambda each: len(each[0])):
         yield f"### {', '.join(map(heading, classes))}\n\n{HEAD.format('field')}{''.join(lines)}\n"
 
@@ -107,7 +110,7 @@ def cell(text: str) -> str:
     """Return a text for a cell of a table, with settings in backquotes and links to pages."""
     known = "|".join(re.escape(path) for paths in settings().values() for path in paths if "." in path)
     text = re.sub(rf"(?<![`\w.])((?:{known})(?:\.\w+)*)\b(?![`\w])", r"`\1`", text)
-    text = re.sub(r"(?<!\[)docs/([\w/-]*?)([\w-]+)\.md", r"[\2](../\1\2.md)", text)
+    text = re.sub(r"(?<!\[)docs/([\w/-]*?)([\w-]+)\.md", r"[\2](\1\2.md)", text)
     return text.replace("|", "\\|")
 
 
@@ -154,7 +157,7 @@ def option(own: str) -> str:
 
 def main() -> None:
     """Write the tables of every page."""
-    for page in sorted(PAGES.glob("*.md")):
+    for page in PAGES:
         page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 

@@ -237,9 +237,8 @@ def killing(trainer: Any, kills: int) -> list[int]:
     def work() -> None:
         while len(killed) < kills:
             time.sleep(chance.uniform(0.05, 1.0))
-            live = (
-                [pid for pid in trainer.engine.pids if pid not in killed] if "engine" in vars(trainer.sampling) else []
-            )
+            started = "engine" in vars(trainer.sampling)
+            live = [pid for pid in trainer.sampling.engine.pids if pid not in killed] if started else []
             if live:
                 killed.append(chance.choice(live))
                 os.kill(killed[-1], signal.SIGKILL)

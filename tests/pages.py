@@ -128,7 +128,7 @@ STANDS_FOR = [
     (r"--prompts test\.jsonl", "--prompts prompts.jsonl"),
     (r"rewards\.py:(score|measure)", r"FILE.py:\1"),
     (r"--task task\.py:task", "--task FILE.py:function"),
-    (r"plugins check (my_algo|NAME)(?! --)", "plugins check sft --only resume_every_step"),
+    (r"plugins check NAME(?! --)", "plugins check sft --only resume_every_step"),
     (r"plugins check NAME", "plugins check sft"),
     (r"PLUGINS=NAME,NAME", "PLUGINS=early_stop,ray"),
     (r"--no-plugin NAME", "--no-plugin early_stop"),
@@ -147,6 +147,8 @@ STANDS_FOR = [
     (r"postgresql\+psycopg:\S+", "sqlite:///shared.db"),
 ]
 """What is executed in place of placeholders, and smaller settings of what would take longer than half a minute."""
+SINCE = {"write-an-algorithm.md": "\n## The contract\n"}
+"""Headings before which a page is followed by another test: by test_tutorial.py."""
 NEW = "A command that cannot run as it is: give it what it needs in WORLD or STANDS_FOR, or a reason in NOT_RUN."
 SMALLER = {
     "sweep.yaml": {"trials: 20": "trials: 2", "seeds: [1, 2, 3]": "seeds: [1]", "total_steps: 200": "total_steps: 2"}
@@ -154,7 +156,7 @@ SMALLER = {
 """What is changed in files of pages, for the same reason."""
 LAUNCH = (
     r"(\w+=\S+ )*(torchrun|accelerate launch)|"
-    r"trainkit (plugins list --probe|plugins check (NAME|my_algo)$|examples run|sweep)|export TRAINKIT_SWEEP_STORAGE"
+    r"trainkit (plugins list --probe|plugins check NAME$|examples run|sweep)|export TRAINKIT_SWEEP_STORAGE"
 )
 """Commands that take several seconds, most of them because they start further processes; they are slow tests."""
 TINY = """
@@ -212,13 +214,17 @@ class Reader:
         (home / "examples").symlink_to(ROOT / "examples")
 
     def follow(self, document: Path) -> ModuleType:
-        """Follow a page from top to bottom, and return the module in which its Python blocks ran.
+        """Follow a page from top to bottom, or from its heading of `SINCE` on; return the module of its Python blocks.
 
         With ``launches``, only files are written, and only the commands of `LAUNCH` are executed.
         """
         module = ModuleType(f"document_{document.stem.lower().replace('-', '_')}")
         self.monkeypatch.setitem(sys.modules, module.__name__, module)
+        text = document.read_text(encoding="utf-8")
+        first = text.count("\n", 0, text.index(SINCE.get(document.name, "")))
         for block in blocks(document):
+            if block.line < first:
+                continue
             if block.file:
                 Path(block.file).write_text(self.smaller(block), encoding="utf-8")
             if block.language == "python" and not self.launches:

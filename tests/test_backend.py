@@ -232,7 +232,7 @@ def test_passes_are_in_bf16_on_gpus_that_have_it(
 
 def test_the_precision_that_is_chosen_is_that_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that it is resumed with it, or an error says that the device has another."""
-    monkeypatch.setattr("trainkit.trainer.setup.default_precision", lambda: "bf16")
+    monkeypatch.setattr("trainkit.trainer.loop.default_precision", lambda: "bf16")
     trainer = tiny_trainer("sft", tmp_path, train__mixed_precision=None, train__total_steps=1, train__save_interval=1)
     trainer.learn()
     assert trainer.accelerator.mixed_precision == "bf16"

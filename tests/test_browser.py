@@ -207,7 +207,7 @@ def test_a_report_is_no_wider_than_the_window(opened: Opened, page: Path, width:
         assert driver.execute_script("return document.documentElement.scrollWidth") <= width
 
 
-SITE_PAGES = ("index", "guides/fine-tune", "migrating/trlx", "reference/settings", "reference/cli", "errors")
+SITE_PAGES = ("index", "guides/fine-tune", "coming-from-trlx", "reference/settings", "reference/cli", "errors")
 
 
 @pytest.mark.parametrize("name", SITE_PAGES)

@@ -862,7 +862,7 @@ def test_a_trainer_that_has_trained_can_go_back_to_a_checkpoint(name: str, tmp_p
     straight.learn()
     end = weights(straight)
     straight.load(tmp_path / "straight" / "checkpoints" / "step_00000003")
-    for batch in straight._minibatches():
+    for batch in straight.collector.minibatches():
         straight.update(batch)
         if straight.progress.step == straight.total_steps:
             break

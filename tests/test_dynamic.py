@@ -30,7 +30,7 @@ def trainer_at(place: Path, **changes: Any) -> Any:
 
 
 def positions(trainer: Any) -> list[int]:
-    return [row["__place__"].position for rollouts in trainer._rollouts for row in rollouts.rows]
+    return [row["__place__"].position for rollouts in trainer.collector.collection.rollouts for row in rollouts.rows]
 
 
 def test_a_collection_is_filled_with_the_groups_that_are_kept_in_the_order_of_the_stream(tmp_path: Path) -> None:

@@ -230,7 +230,8 @@ def test_the_environment_may_give_the_prompt_and_then_rows_need_none(tmp_path: P
     trainer.add_prompt_pipeline([{"word": "bc"}, {"word": "d"}, {}])
     trainer.add_eval_pipeline([{"word": "bc"}])
     trainer.learn()
-    assert {row["prompt"] for rollouts in trainer._rollouts for row in rollouts.rows} == {"bc", "d", "a"}
+    played = trainer.collector.collection.rollouts
+    assert {row["prompt"] for rollouts in played for row in rollouts.rows} == {"bc", "d", "a"}
     assert trainer.default_prompts() == [{}] * 16
 
 
@@ -257,7 +258,7 @@ def test_every_episode_has_a_seed_of_its_own_and_can_be_replayed(tmp_path: Path)
     for size in (8, 3):
         trainer = player(tmp_path / str(size), Seeded, name="rloo", rollout__batch_size=size)
         trainer.collect()
-        runs.append([turns for rollouts in trainer._rollouts for turns in rollouts.turns])
+        runs.append([turns for rollouts in trainer.collector.collection.rollouts for turns in rollouts.turns])
     assert runs[0] == runs[1], "whatever else is played at the same time"
     assert len(seeds) == 2 * 16
     assert len(set(seeds)) == 4, "the same for the four episodes of a group, which are compared"
@@ -277,7 +278,7 @@ def test_the_episodes_of_a_group_are_about_one_task(tmp_path: Path) -> None:
 
     trainer = player(tmp_path / "a", Drawn, name="rloo")
     trainer.collect()
-    prompts = [prompt for rollouts in trainer._rollouts for prompt in rollouts.prompts]
+    prompts = [prompt for rollouts in trainer.collector.collection.rollouts for prompt in rollouts.prompts]
     assert all(prompts[i : i + 4] == [prompts[i]] * 4 for i in range(0, 16, 4))
     assert len(set(prompts)) > 1
     with pytest.raises(

@@ -35,7 +35,8 @@ from trainkit.errors import ConfigError
 from trainkit.runs.exports import find_model
 from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_t5
 from trainkit.testing.trainers import LETTERS, PROMPTS, Letters, tiny_trainer
-from trainkit.trainer.inference import Conversation, Estimate, load, respond
+from trainkit.trainer.inference import Estimate, load, respond
+from trainkit_tools.conversation import Conversation
 
 REWARD = "from trainkit.testing.trainers import Letters, count_first_letters\n"
 

@@ -36,7 +36,7 @@ def test_under_autocast_too_sampler_policy_and_reference_speak_of_one_distributi
     trainer = tiny_trainer("ppo", tmp_path, model=model(10), train__mixed_precision="bf16")
     trainer.collect()
     assert trainer.recorder.pending["policy/kl"].compute() == 0.0
-    rollouts = trainer._rollouts[0]
+    rollouts = trainer.collector.collection.rollouts[0]
     torch.testing.assert_close(rollouts.logprobs, trainer.behaviour(rollouts).logprobs, rtol=0, atol=2e-2)
 
 

@@ -154,7 +154,7 @@ def test_under_bf16_the_declared_correction_uses_the_numbers_of_the_sampler(
 
     On some CPUs the numbers of so small a model are those of its sampler; they count as different here.
     """
-    monkeypatch.setattr("trainkit.trainer.accelerate.SAMPLER_TOLERANCE", -1.0)
+    monkeypatch.setattr("trainkit.trainer.correction.SAMPLER_TOLERANCE", -1.0)
     half = {"train__mixed_precision": "bf16", "train__total_steps": 24 if name == "ppo" else 6, "train__health": "warn"}
     runs, lines = {}, {}
     for correction in ("none", "sampler"):

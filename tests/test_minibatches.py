@@ -107,7 +107,7 @@ def test_rows_of_one_prompt_are_adjacent_in_minibatches_and_micro_batches(tmp_pa
     trainer.collect()
     trainer.progress.prompts = 4
     seen: list[list[list[int]]] = []
-    for batch in trainer._one_pass():
+    for batch in trainer.collector.one_pass():
         seen.append([query.tolist() for query in batch.sequences.queries])
         micros = [query.tolist() for micro in trainer.updater.micro_batches(batch) for query in micro.sequences.queries]
         assert changes(micros) == len({str(query) for query in micros}) - 1, "k adjacent rows, though sorted by length"
@@ -134,6 +134,6 @@ def test_unequal_numbers_of_rows_are_refused(tmp_path: Any) -> None:
 
     trainer = tiny_trainer("sft", tmp_path)
     trainer.collect()
-    trainer.gather = lambda items: [*items, 5]
+    trainer.parallel.gather = lambda items: [*items, 5]
     with pytest.raises(PluginError, match=r"'sft' made 16 and 5 rows of experience on 1 processes; prepare_experience"):
-        next(trainer._one_pass())
+        next(trainer.collector.one_pass())

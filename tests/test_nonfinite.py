@@ -163,7 +163,7 @@ def test_rewards_per_token_are_dropped_with_their_response(tmp_path: Path) -> No
 
     trainer = trainer_at(tmp_path, dense, "ppo")
     trainer.collect()
-    texts = [text for part in trainer._rollouts for text in part.outputs]
+    texts = [text for part in trainer.collector.collection.rollouts for text in part.outputs]
     assert 0 < len(texts) < 16
     assert not any("h" in text for text in texts)
 

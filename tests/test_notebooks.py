@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import math
-import re
-import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -16,7 +12,7 @@ from typing import Any
 import pytest
 
 from trainkit.errors import TRACEBACK, ConfigError
-from trainkit.runs.history import COLUMNS, POINTS, ROWS, History
+from trainkit.runs.history import COLUMNS, ROWS, History
 from trainkit.testing.trainers import tiny_trainer
 
 EVIL = "<script>alert(1)</script>&"
@@ -81,29 +77,17 @@ def test_a_history_shows_the_newest_metrics_where_nothing_is_evaluated() -> None
     assert rows[-1][0] == "99"
     assert "History(0 metrics)" in History({})._repr_html_()
     assert History({}).to_pandas().empty
-    assert History({}).plot()._repr_html_() == "no metrics yet"
+    with pytest.raises(ConfigError, match="no metrics yet to plot"):
+        History({}).plot()
 
 
-def test_a_plot_is_an_image_for_every_metric(trained: Any) -> None:
-    charts = trained.history.plot()
-    assert list(charts) == ["eval/reward", "reward/mean", "loss/total", "policy/kl"]
-    images = re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', charts._repr_html_())
-    assert [base64.b64decode(image).decode() for image in images] == list(charts.values())
-    drawn = ET.fromstring(charts["eval/reward"])
-    points = drawn.findall(".//{http://www.w3.org/2000/svg}circle")
-    assert len(points) == 4
-    assert "style" not in Cells(charts._repr_html_()).tags, "it would apply to the notebook"
-    assert list(trained.history.plot("loss/total")) == ["loss/total"]
+def test_a_plot_has_a_chart_of_every_metric(trained: Any) -> None:
+    charts = trained.history.plot().axes
+    assert [chart.get_title() for chart in charts] == ["eval/reward", "reward/mean", "loss/total", "policy/kl"]
+    assert dict(charts[0].lines[0].get_xydata().tolist()) == trained.history["eval/reward"]
+    assert len(trained.history.plot("loss/total").axes) == 1
     with pytest.raises(ConfigError, match=r"no metric is called 'loss/totl'.*did you mean 'loss/total'"):
         trained.history.plot("loss/totl")
-
-
-def test_the_chart_of_a_long_run_has_means_of_its_steps() -> None:
-    values = {step: math.nan if step == 7 else float(step % 2) for step in range(20_000)}
-    chart = History({"loss/total": values}).plot()["loss/total"]
-    assert chart.count("L") < POINTS
-    assert len(chart) < 20_000
-    assert "loss/total: 0.4872 at 19.5, 0.5 at " in chart, "a value that is not finite is not in the mean"
 
 
 def test_a_notebook_shows_where_a_trainer_is(trained: Any, tmp_path: Path) -> None:
@@ -197,4 +181,3 @@ def test_a_cell_shows_a_trainer_by_its_table(shell: Any, trained: Any) -> None:
     shell.user_ns["trainer"] = trained
     formats, _ = shell.display_formatter.format(trained)
     assert formats["text/html"] == trained._repr_html_()
-    assert "text/html" in shell.display_formatter.format(trained.history.plot())[0]

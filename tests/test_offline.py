@@ -133,7 +133,7 @@ def test_an_algorithm_that_compares_rows_sees_all_before_the_first_step(tmp_path
 
 def test_a_part_may_be_of_several_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device to which the reference is moved for it."""
-    monkeypatch.setattr(offloading, "steps_at_a_time", lambda trainer: 3)
+    monkeypatch.setattr(offloading.ReferenceOffloading, "steps_at_a_time", lambda self: 3)
     straight, made, observed = counted("dpo", tmp_path / "straight", train__total_steps=6, train__save_interval=2)
     straight.learn()
     assert (made, observed, straight.progress.samples) == ([8, 4, 4], [12, 4], 16)

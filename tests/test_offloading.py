@@ -35,7 +35,7 @@ def offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat this device as an accelerator, from which a copy is moved, and any reference as large."""
     monkeypatch.setattr(offloading, "SMALLEST", 1)
     can = offloading.can_offload
-    monkeypatch.setattr(offloading, "can_offload", lambda *args: can(*args[:2], "cuda"))
+    monkeypatch.setattr(offloading, "can_offload", lambda *args: can(*args[:3], "cuda"))
 
 
 class Watch:
@@ -119,7 +119,7 @@ def test_held_out_samples_are_prepared_before_it_leaves(name: str, tmp_path: Pat
     trainer.begin()
     trainer.collect()
     trainer.store.made(torch.arange(1))
-    assert trainer.held_out is not None
+    assert trainer.evaluator.held_out is not None
     assert trainer.evaluate()["eval/rewards/margins"] == 0
 
 
@@ -139,4 +139,4 @@ def test_it_stays_on_a_cpu_and_where_more_than_experience_is_made_of_it(tmp_path
     for name, device, moved in (("dpo", "cuda", True), ("dpo", "cpu", False), ("ppo", "cuda", False)):
         trainer = tiny_trainer(name, tmp_path)
         assert type(trainer.reference) is Reference
-        assert offloading.can_offload(trainer, trainer.reference, device) == moved
+        assert offloading.can_offload(trainer, trainer.reference, trainer.sharding, device) == moved

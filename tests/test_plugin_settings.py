@@ -325,7 +325,7 @@ def test_a_run_makes_an_object_of_its_own_with_the_settings(counts: Path, tmp_pa
     assert first.hooks.made["fake-counts"] is not second.hooks.made["fake-counts"]
     recorded = TRLConfig.load_yaml(tmp_path / "a" / "config.yaml")
     assert recorded.to_dict()["plugins"] == [{"name": "fake-counts", "every": 3, "label": "steps"}]
-    made = [(maker["name"], maker["version"]) for maker in first.makers[2:]]
+    made = [(maker["name"], maker["version"]) for maker in first.identity.makers[2:]]
     assert made == [("fake-counts", "1.5"), ("fake-keeps", "1.5")]
 
 
@@ -378,7 +378,7 @@ def test_hooks_of_a_script_need_no_distribution(tmp_path: Path) -> None:
     trainer = tiny_trainer("sft", tmp_path / "run", plugins=["fake-script"], train__total_steps=2)
     trainer.learn()
     assert seen == [1, 2]
-    assert trainer.makers[-1] == {"name": "fake-script", "distribution": None, "version": None}
+    assert trainer.identity.makers[-1] == {"name": "fake-script", "distribution": None, "version": None}
     with discovery.disabled(["fake-script"], "--no-plugin"):
         with pytest.raises(PluginError, match="the plugin 'fake-script' is disabled by --no-plugin"):
             get_hooks("fake-script")

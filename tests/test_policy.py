@@ -189,7 +189,7 @@ def test_before_the_first_update_kl_is_exactly_zero_and_a_step_has_the_gradient_
     trainer.collect()
     assert trainer.unwrapped.shares_prompts is shares
     assert trainer.recorder.pending["policy/kl"].compute() == 0.0
-    rollouts, batch = trainer._rollouts[0], trainer.store.experience
+    rollouts, batch = trainer.collector.collection.rollouts[0], trainer.store.experience
     torch.testing.assert_close(rollouts.logprobs, trainer.unwrapped(rollouts.sequences).logprobs, rtol=0, atol=1e-5)
     whole = gradient_of(trainer, batch)
     assert (stepped(trainer, batch)[0] - whole).abs().max() < 1e-4 * whole.abs().max()

@@ -213,7 +213,7 @@ torch.manual_seed(rank)  # a live model that is another in each process
 trainer = tiny_trainer("ppo", out / "live")
 trainer.live_model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_gpt2(10)))
 trainer.collect()
-said["live"] = [trainer.recorder.pending["policy/kl"].compute(), trainer.start]
+said["live"] = [trainer.recorder.pending["policy/kl"].compute(), trainer.identity.start]
 (out / f"said-{rank}.json").write_text(json.dumps(said))
 torch.distributed.destroy_process_group()
 """
@@ -428,7 +428,7 @@ def gradients(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("step")
     for name, changes in STEPS.items():
         trainer = tiny_trainer(run_dir=out / name / "source", **changes)
-        trainer.fill_store()
+        trainer.collector.fill()
         (out / name).mkdir(exist_ok=True)
         torch.save(trainer.store.experience, out / name / "batch.pt")
     for processes in (1, 2):

@@ -250,6 +250,8 @@ def test_a_plugin_that_fails_to_import_is_named_with_its_cause_and_others_stay_u
     install("fake-broken", {"fake-bad": "fake_bad"}, line, version="0.7")
     install("fake-sound", {"fake-good": "fake_good"}, trainer_source("fake-good"))
     told = rf"plugin fake-bad \(fake-broken 0\.7, module fake_bad\) failed to import: {cause.__name__}: "
+    with pytest.raises(PluginError, match=told):
+        TRLConfig(method="fake-bad")
     with pytest.raises(PluginError, match=told) as caught:
         get_trainer("fake-bad")
     assert type(caught.value.__cause__) is cause
@@ -732,14 +734,14 @@ def test_a_plugin_that_is_a_trainer_alone_may_stand_among_the_plugins_of_a_run(t
     assert tiny_trainer("sft", tmp_path, plugins=["rloo"]).config.plugins == ["rloo"]
 
 
-def test_a_misspelt_hook_of_a_callback_is_an_error_that_names_both():
-    class Typo(Steps):
-        @hookimpl
-        def on_evaluated(self, metrics):
-            raise AssertionError("never called")
-
-    with pytest.raises(PluginError, match=r"hooks of Typo do not fit: unknown hook 'on_evaluated'"):
-        hook_manager([], [Typo()])
+def test_a_misspelt_hook_of_a_plugin_is_an_error_that_names_both(install):
+    install(
+        "fake-typo", {"fake-typo": "fake_typo"}, HOOK_SOURCE.replace("def on_step", "def on_stepp"), "0.3", kind="hooks"
+    )
+    told = r"plugin fake-typo \(fake-typo 0\.3, module fake_typo\)"
+    near = "unknown hook 'on_stepp'; did you mean 'on_step'"
+    with pytest.raises(PluginError, match=rf"hooks of {told} do not fit: {near}"):
+        hook_manager(["fake-typo"], [])
 
 
 @table(

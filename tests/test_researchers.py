@@ -117,7 +117,8 @@ def test_train_follows_the_declaration(tmp_path: Path, monkeypatch: pytest.Monke
     needing("_test_dr_grpo", ("prompts",), monkeypatch)
     trained = trainkit.train(prompts=prompts, **given)
     assert trained.progress.step == 6
-    assert torch.equal(trained.score(trained._rollouts[0]).cpu(), torch.zeros(len(trained._rollouts[0])))
+    rollouts = trained.collector.collection.rollouts[0]
+    assert torch.equal(trained.score(rollouts).cpu(), torch.zeros(len(rollouts)))
     with pytest.raises(ConfigError, match=r"learns from prompts; given reward_fn and prompts. Remove reward_fn"):
         trainkit.train(prompts=prompts, reward_fn=lambda outputs, **_: [0.0] * len(outputs), **given)
     needing("_test_dr_grpo", ("environment", "prompts"), monkeypatch)
@@ -141,7 +142,7 @@ def test_inputs_may_follow_from_the_settings(tmp_path: Path, monkeypatch: pytest
     by_settings(monkeypatch, "prompts")
     tiny = tiny_trainer("_test_dr_grpo", tmp_path)
     assert (tiny.inputs, type(tiny).inputs) == (("prompts",), ("reward_fn", "prompts"))
-    assert (tiny.reward_fn, tiny.rewarded, tiny.missing_rewards) == (None, False, [])
+    assert (tiny.reward_fn, tiny.rewarded, tiny._missing_inputs) == (None, False, [])
     given: dict[str, Any] = {"prompts": ["ab"], "tokenizer": tiny.tokenizer, "config": tiny.config}
     with pytest.raises(ConfigError, match=r"learns from prompts; given reward_fn and prompts. Remove reward_fn"):
         trainkit.train(reward_fn=lambda outputs, **_: [0.0] * len(outputs), **given)

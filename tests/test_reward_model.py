@@ -293,9 +293,9 @@ def test_it_is_a_reward_function_with_a_tokenizer_of_its_own(tmp_path: Path) -> 
             "train": {"batch_size": 8, "total_steps": 1, "run_dir": str(tmp_path / "run"), "trackers": []},
         },
     )
-    texts = trainer._rollouts[0].samples
+    texts = trainer.collector.collection.rollouts[0].samples
     expected = sum(RewardModel.from_pretrained(path)(texts)) / len(texts)
-    rewards = trainer.score(trainer._rollouts[0])
+    rewards = trainer.score(trainer.collector.collection.rollouts[0])
     assert float(rewards.mean()) == pytest.approx(expected, abs=1e-5)
 
 

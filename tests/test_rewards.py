@@ -524,12 +524,12 @@ def test_scores_that_differ_between_processes_are_not_all_equal(
     trainer = tiny_trainer("ppo", tmp_path)
     other = torch.tensor([0.0, 4.0, 0.0, 0.0], dtype=torch.float64)  # differ, responses, largest, −smallest
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "max", lambda x: torch.maximum(x, other))
-        trainer._warn_of_equal_scores(torch.ones(4))
+        patch.setattr(trainer.parallel, "max", lambda x: torch.maximum(x, other))
+        trainer.scoring._warn_of_equal_scores(torch.ones(4))
         assert not caplog.records
-    trainer._warn_of_equal_scores(torch.zeros(0))
+    trainer.scoring._warn_of_equal_scores(torch.zeros(0))
     assert not caplog.records
-    trainer._warn_of_equal_scores(torch.ones(4))
+    trainer.scoring._warn_of_equal_scores(torch.ones(4))
     assert len(caplog.records) == 1
 
 

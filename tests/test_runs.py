@@ -18,7 +18,7 @@ from trainkit.cli import app
 from trainkit.errors import DataError
 from trainkit.runs import Record, RunLock, find_runs
 from trainkit.runs.lock import is_held
-from trainkit.runs.record import AddedLines
+from trainkit.runs.record import main_metric
 from trainkit.testing.trainers import tiny_trainer
 
 
@@ -141,19 +141,11 @@ def test_names_cannot_control_the_terminal(runs: Path) -> None:
     assert "\x1b" not in CliRunner().invoke(app, ["runs", str(runs)]).stdout
 
 
-def test_added_lines_are_read_once_and_anew_if_the_file_is_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    added = AddedLines(path)
-    assert added.read() == ([], False)
-    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
-    assert added.read() == ([{"step": 1}, {"step": 2}], True)
-    assert added.read() == ([], False)
-    with path.open("a") as file:
-        file.write('ep": 3}\n')
-    assert added.read() == ([{"step": 3}], False)
-    (tmp_path / "other").write_text('{"step": 1}\n{"step": 22}\n{"step": 3}\n{"step": 4}\n')  # longer
-    (tmp_path / "other").replace(path)
-    assert added.read() == ([{"step": 1}, {"step": 22}, {"step": 3}, {"step": 4}], True)
-    path.write_text("nonsense\n")
-    with pytest.raises(DataError, match=r"metrics\.jsonl: a line is not a JSON object"):
-        added.read()
+def test_the_main_metric_is_a_reward_of_evaluations_before_others() -> None:
+    assert main_metric(["loss/total", "eval/length", "eval/loss/total", "eval/reward@temperature=1"]) == (
+        "eval/reward@temperature=1"
+    )
+    assert main_metric(["loss/total", "eval/length", "eval/optimality"]) == "eval/optimality"
+    assert main_metric(["loss/nll", "loss/total"]) == "loss/total"
+    assert main_metric(["time/update", "x"]) == "x"
+    assert main_metric([]) is None

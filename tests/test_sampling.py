@@ -1023,7 +1023,7 @@ def test_a_hooks_sampler_may_return_rows_with_holes_and_columns_of_its_own(name:
 
     trainer = tiny_trainer(name, tmp_path, callbacks=[Provides(with_a_tool)], arguments={"reward_fn": reward})
     trainer.collect()
-    for sequences in trainer._rollouts:
+    for sequences in trainer.collector.collection.rollouts:
         assert [r.tolist() for r in sequences.responses] == [ids_of("b", "c", EOS)] * len(sequences)
     assert set(seen) == {("bhhc", 1.0, "train")}
     trainer.store.clear()

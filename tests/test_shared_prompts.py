@@ -352,7 +352,7 @@ def test_prompts_are_shared_where_it_pays(
     monkeypatch.setattr(sharing, "GAIN", 0.9)
     monkeypatch.setitem(batches.PASS_COST, "cpu", batches.PassCost(128))
     trainer = tiny_trainer("rloo", tmp_path, train__microbatch_size=size)
-    assert sharing.pays(trainer, *counted) is shares
+    assert trainer.sharing.pays(*counted) is shares
 
 
 def test_micro_batches_hold_more_rows_where_prompts_count_once() -> None:

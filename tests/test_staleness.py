@@ -80,7 +80,7 @@ def test_an_engine_with_a_copy_of_the_weights_ends_with_the_same_bits(
     other = ran(name, tmp_path / "copy", callbacks=[apart], rollout__staleness=staleness, rollout__engine="_test_copy")
     assert_same_weights(weights(one), weights(other))
     assert (local.versions, local.texts) == (apart.versions, apart.texts)
-    beside = any(thread.startswith("trainkit-sampling") for thread in other.engine.threads)
+    beside = any(thread.startswith("trainkit-sampling") for thread in other.sampling.engine.threads)
     assert beside == bool(staleness)
 
 
@@ -92,7 +92,7 @@ def test_an_engine_gets_all_requests_of_a_collection_at_a_time(name: str, tmp_pa
     one = ran(name, tmp_path / "local", **settings)
     other = ran(name, tmp_path / "pair", rollout__engine="_test_pair", **settings)
     assert_same_weights(weights(one), weights(other))
-    assert max(other.engine.under_way) > 1
+    assert max(other.sampling.engine.under_way) > 1
 
 
 @pytest.mark.slow
@@ -337,8 +337,8 @@ def gradient_with(name: str, place: Path, shift: float, **changes: Any) -> Tenso
     moved[:4] -= shift * rollouts.sequences.response_mask[:4]
     rollouts = trainkit.Rollouts(**{**vars(rollouts), "logprobs": moved, "hidden": None})
     with torch.no_grad():
-        trainer.store.push(trainer._experience(rollouts, scores))
-        trainer._prepare_store()
+        trainer.store.push(trainer.collector.experience(rollouts, scores))
+        trainer.collector.prepare()
     trainer.policy.train(False)
     loss, _ = trainer.loss(trainer.prepare_step(trainer.store.experience))
     loss.backward()
@@ -394,7 +394,7 @@ def test_responses_with_one_ratio_have_one_weight(tmp_path: Path) -> None:
 def test_what_auto_stands_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def correction(name: str, **changes: Any) -> str:
         changes = {f"rollout__{key}": value for key, value in changes.items()}
-        found: str = tiny_trainer(name, tmp_path, **changes).correction
+        found: str = tiny_trainer(name, tmp_path, **changes).correction.kind
         return found
 
     assert [correction(name) for name in ("ppo", "online_dpo", "sft")] == ["none"] * 3

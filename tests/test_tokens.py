@@ -273,7 +273,7 @@ def test_ids_that_are_no_tokens_are_neither_sampled_nor_have_a_probability(
     trainer = tiny_trainer("ppo", tmp_path, arguments=arguments, **changes)
     trainer.collect()
     assert trainer.recorder.pending["policy/kl"].compute() == 0.0
-    rollouts, policy = trainer._rollouts[0], trainer.unwrapped
+    rollouts, policy = trainer.collector.collection.rollouts[0], trainer.unwrapped
     real = rollouts.sequences.response_mask
     assert int(rollouts.sequences.input_ids[real].max()) < 10
     seen: list[Any] = []

@@ -22,7 +22,7 @@ from trainkit.models import CausalPolicy, Reference, load_model
 from trainkit.models.trunk import Trunk, freeze_below
 from trainkit.testing import tiny_gpt2, tiny_llama
 from trainkit.testing.trainers import tiny_trainer
-from trainkit.trainer import stored
+from trainkit.trainer import trunk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -290,7 +290,7 @@ def test_offline_the_trunk_runs_once_and_the_run_ends_with_the_same_bits(
     kept, calls = trained_offline(name, tmp_path / "kept")
     assert kept.progress.keeps_trunk
     assert calls == 0
-    monkeypatch.setattr(stored, "SHARE", 0)
+    monkeypatch.setattr(trunk, "SHARE", 0)
     usual, calls = trained_offline(name, tmp_path / "usual")
     assert not usual.progress.keeps_trunk
     assert calls >= 6
@@ -306,7 +306,7 @@ def test_a_run_that_resumes_keeps_the_trunk_if_it_did_so_before(
     usual, _ = trained_offline(name, tmp_path / "whole", train__save_interval=2)
     (tmp_path / "whole" / "model").rename(tmp_path / "export")
     cut = sorted((tmp_path / "whole" / "checkpoints").glob("step_*"))[0]
-    monkeypatch.setattr(stored, "SHARE", 0)  # less memory than at the start of the run
+    monkeypatch.setattr(trunk, "SHARE", 0)  # less memory than at the start of the run
     resumed, calls = trained_offline(name, tmp_path / "resumed", train__resume=str(cut))
     assert resumed.progress.keeps_trunk
     assert calls == 0

@@ -1,4 +1,7 @@
-"""The tutorial is true, word for word: its files are written and its commands run, in order, in a fresh environment."""
+"""The tutorial is true, word for word: its files are written and its commands run, in order, in a fresh environment.
+
+It is the first part of the page about algorithms; test_docs.py runs the second one.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
-TUTORIAL = ROOT / "docs/tutorial.md"
+PAGE = ROOT / "docs/write-an-algorithm.md"
+
+
+def tutorial() -> str:
+    return PAGE.read_text(encoding="utf-8").partition("\n## The contract\n")[0]
 
 
 class Block(NamedTuple):
@@ -75,7 +82,7 @@ class Reader:
 
 def test_the_tutorial_works_word_for_word_and_its_baseline_helps(fresh_venv: Any, tmp_path: Path) -> None:
     reader, letters = Reader(fresh_venv, tmp_path), []
-    for block in blocks(TUTORIAL.read_text(encoding="utf-8")):
+    for block in blocks(tutorial()):
         reader.follow(block)
         if block.language == "text":
             letters += [float(found) for found in re.findall(r"letters a in an output of 8: ([\d.]+)", reader.seen)]
@@ -86,7 +93,7 @@ def test_the_tutorial_works_word_for_word_and_its_baseline_helps(fresh_venv: Any
 
 
 def test_every_block_of_the_tutorial_is_followed() -> None:
-    text = TUTORIAL.read_text(encoding="utf-8")
+    text = tutorial()
     found = blocks(text)
     assert 2 * len(found) == len(re.findall(r"^```", text, flags=re.MULTILINE))
     assert {block.language for block in found} == {"bash", "diff", "python", "text"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from trainkit.plugins.lazy import lazy_names
 from trainkit.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -35,48 +36,16 @@ if TYPE_CHECKING:
     )
     from trainkit.trainer.accelerate import AccelerateRLTrainer
     from trainkit.trainer.base import BaseRLTrainer, Verdict
+    from trainkit.trainer.collect import Collector
     from trainkit.trainer.loop import AcceleratedLoop
     from trainkit.trainer.sharding import Sharding
-
-_HOMES = {
-    "AccelerateRLTrainer": "trainkit.trainer.accelerate",
-    "AcceleratedLoop": "trainkit.trainer.loop",
-    "BaseRLTrainer": "trainkit.trainer.base",
-    "Batch": "trainkit.data.batches",
-    "EngineEntry": "trainkit.config.entries",
-    "EvalMetric": "trainkit.config.base",
-    "GroupSize": "trainkit.config.base",
-    "MethodConfig": "trainkit.config",
-    "PluginConfig": "trainkit.config",
-    "Preferences": "trainkit.data.batches",
-    "RewardFunctionConfig": "trainkit.config",
-    "Rollouts": "trainkit.data.batches",
-    "Row": "trainkit.data.batches",
-    "SamplingConfig": "trainkit.config",
-    "Sequences": "trainkit.data.batches",
-    "Sharding": "trainkit.trainer.sharding",
-    "ShardingEntry": "trainkit.config.entries",
-    "TRLConfig": "trainkit.config",
-    "TokenBatch": "trainkit.data.batches",
-    "Verdict": "trainkit.trainer.base",
-    "available_trainers": "trainkit.plugins.registry",
-    "default_config": "trainkit.config",
-    "get_trainer": "trainkit.plugins.registry",
-    "hookimpl": "trainkit.plugins.hookspecs",
-    "register_engine": "trainkit.plugins.registry",
-    "register_hooks": "trainkit.plugins.registry",
-    "register_sharding": "trainkit.plugins.registry",
-    "register_tracker": "trainkit.plugins.registry",
-    "register_trainer": "trainkit.plugins.registry",
-    "train": "trainkit.api",
-}
-_MODULES = ("functional", "metrics", "models", "testing")
 
 __all__ = [
     "AccelerateRLTrainer",
     "AcceleratedLoop",
     "BaseRLTrainer",
     "Batch",
+    "Collector",
     "EngineEntry",
     "EvalMetric",
     "GroupSize",
@@ -108,14 +77,12 @@ __all__ = [
     "testing",
     "train",
 ]
+_MODULES = ("functional", "metrics", "models", "testing")
+_find, _ = lazy_names(__name__, __all__, "config", "plugins", "api", "data", "trainer", "trainer.sharding")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
-    if name in _MODULES:
-        return import_module(f"trainkit.{name}")
-    raise AttributeError(f"module 'trainkit' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return import_module(f"trainkit.{name}") if name in _MODULES else _find(name)
 
 
 def __dir__() -> list[str]:

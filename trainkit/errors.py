@@ -19,9 +19,9 @@ TRACEBACK = "TRAINKIT_TRACEBACK"
 class TrainkitError(Exception):
     """Base class of all errors that trainkit raises deliberately."""
 
-    everywhere = False
+    on_all_ranks = False
     """Whether all processes of the run raise it at the same time, and so can still act together."""
-    elsewhere = False
+    from_other_rank = False
     """Whether it is the error of another process, which reports it."""
 
     def _render_traceback_(self) -> list[str]:

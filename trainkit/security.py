@@ -23,11 +23,6 @@ def names_secret(variable: str) -> bool:
     return re.search(r"token|secret|passw|credential|(api|access|private)_?key", variable.lower()) is not None
 
 
-def without_logins(text: str) -> str:
-    """Return ``text`` with a mask in place of user and password in each address, and of what follows its ``?``."""
-    return re.sub(r"\?\S+", f"?{MASK}", re.sub(r"(^|\s|://)[^/\s@]+@", rf"\1{MASK}@", text))
-
-
 class Secret(str):
     """Text whose ``repr`` is a mask, so that neither a mapping that holds it nor an error message shows it."""
 

@@ -32,7 +32,7 @@ class Alternation:
         """Time the phases, and wait for the first turn."""
         turns = self.turns
         if trainer.online:
-            turns.time(trainer.engine, "submit", "generate")
+            turns.time(trainer.sampling.engine, "submit", "generate")
             turns.time(trainer, "behaviour", "old logprobs")
             if trainer.needs_reference:
                 turns.time(type(trainer.reference), "__call__", "reference")
@@ -99,7 +99,7 @@ def run(work: Work, turns: Turns) -> None:
         trainkit.train(work.network(), config=config, tokenizer=tokenizer, callbacks=callbacks, **data(work))
     config = config.evolve(model={"model_path": work.fields})
     trainer = trainkit.get_trainer("sft")(config, tokenizer=tokenizer)
-    turns.time(trainer.engine, "submit", "generate")
+    turns.time(trainer.sampling.engine, "submit", "generate")
     prompts = work.texts(work.rows, work.prompt)
     turns.ready()
     while True:

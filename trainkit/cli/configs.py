@@ -85,7 +85,7 @@ def check_config(
     Of a model in a local directory the config is read, which says how long texts may be and what can be trained.
     """
     config = _read(str(file), overrides)
-    from trainkit.trainer.door import check_config
+    from trainkit.trainer.config_check import check_config
 
     check_config(config)
     typer.echo(f"{printable(str(file))} is valid: {config.method.name}")

@@ -71,7 +71,7 @@ class ExplainedErrors(TyperGroup):
         except TrainkitError as error:
             if ctx.params.get("traceback"):
                 raise
-            if not error.elsewhere:
+            if not error.from_other_rank:
                 typer.echo(message(error), err=True)
             raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
 

@@ -30,7 +30,7 @@ COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 """Suffixes of compressed files."""
 
 
-def _kind(path: Path) -> str:
+def kind_of(path: Path) -> str:
     """Return the suffix of a data file; of a compressed text, such as ``.jsonl.gz``, that of the text."""
     inner = Path(path.stem).suffix.lower() if path.suffix.lower() == ".gz" else ""
     return inner if inner in READERS and inner != ".parquet" else path.suffix.lower()
@@ -50,7 +50,7 @@ def read_data(source: str) -> Sequence[Any]:
         DataError: it is not there, cannot be read, or has another suffix; names the line if one is wrong.
     """
     path = Path(source)
-    if read := READERS.get(_kind(path)):
+    if read := READERS.get(kind_of(path)):
         try:
             path.open("rb").close()  # libraries say in other words what is wrong
         except (OSError, ValueError) as error:
@@ -102,32 +102,14 @@ def _unread(path: Path, error: Exception) -> DataError:
     return DataError(f"cannot read {path}: {reason}{suggest(str(path), around)}")
 
 
-def _lines(path: Path) -> list[Any]:
+def lines_of(path: Path) -> list[str]:
+    """Return the lines of a text file, which may be compressed."""
     text = _text(path)
     return text.removesuffix("\n").split("\n") if text else []
 
 
 def _json_lines(path: Path) -> list[Any]:
-    return [_json(line, path, at) for at, line in enumerate(_lines(path), start=1) if line.strip()]
-
-
-def row_lines(path: Path) -> list[int]:
-    """Return the number of each row's line; none of a file that has not a row per line."""
-    by_line = _kind(path) if path.is_file() else ""
-    if by_line not in (".jsonl", ".txt"):
-        return []
-    return [at for at, line in enumerate(_lines(path), start=1) if by_line == ".txt" or line.strip()]
-
-
-def wrong_lines(path: Path) -> list[int]:
-    """Return the numbers of the lines of a ``.jsonl`` file that are not JSON; none of another file."""
-    wrong = []
-    for at, line in enumerate(_lines(path) if _kind(path) == ".jsonl" and path.is_file() else [], start=1):
-        try:
-            json.loads(line.strip() or "null")
-        except (ValueError, RecursionError):
-            wrong.append(at)
-    return wrong
+    return [_json(line, path, at) for at, line in enumerate(lines_of(path), start=1) if line.strip()]
 
 
 def _json_list(path: Path) -> list[Any]:
@@ -193,17 +175,17 @@ def _directory(path: Path) -> Sequence[Any]:
         from datasets import load_from_disk
 
         return _split(_tried(lambda: load_from_disk(str(path)), str(path)), str(path), "train")
-    files = sorted(file for file in path.iterdir() if _kind(file) in READERS)
+    files = sorted(file for file in path.iterdir() if kind_of(file) in READERS)
     names = {re.sub(r"(-\d+-of-\d+)?\.\w+(\.gz)?$", "", file.name) for file in files}
     if not files:
-        below = sorted({str(file.parent) for file in path.glob("*/*") if _kind(file) in READERS})[:20]
+        below = sorted({str(file.parent) for file in path.glob("*/*") if kind_of(file) in READERS})[:20]
         told = f"; name a directory below: {', '.join(below)}" if below else ""
         raise DataError(
             f"the directory {str(path)!r} has no data: no saved dataset, and no {', '.join(READERS)} file{told}"
         )
     if len(names) > 1:  # such as splits
         raise DataError(f"{str(path)!r} has several data files; name one: {', '.join(map(str, files[:20]))}")
-    return [row for file in files for row in READERS[_kind(file)](file)]
+    return [row for file in files for row in READERS[kind_of(file)](file)]
 
 
 def _of_hub(source: str, id: re.Match[str]) -> Sequence[Any]:
@@ -238,6 +220,6 @@ READERS: dict[str, Callable[[Path], Sequence[Any]]] = {
     ".json": _json_list,
     ".csv": _csv,
     ".parquet": _parquet,
-    ".txt": _lines,
+    ".txt": lines_of,
 }
 """The functions that read files, by suffix."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainkit.cli.console import StrictPlugins, complete_method, lines, mark
+from trainkit.cli.console import StrictPlugins, aligned, complete_method, lines, mark
 from trainkit.errors import ConfigError, PluginError, printable
 from trainkit.plugins import PluginInfo
 from trainkit.plugins.discovery import how_to_install
@@ -99,10 +99,8 @@ def plugins_table(plugins: list[PluginInfo]) -> str:
 
     columns = ("name", "kind", "distribution", "version")
     table = [columns, *(tuple(printable(getattr(plugin, column)) for column in columns) for plugin in plugins)]
-    widths = [max(len(line[at]) for line in table) for at in range(len(columns))]
-    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
     refused = [f"cannot be used: {printable(reason)}" for reason in reasons(plugins)]
-    return "\n".join([*lines, *([""] if refused else []), *refused])
+    return "\n".join([*aligned(table), *([""] if refused else []), *refused])
 
 
 def check_plugin(

@@ -85,7 +85,7 @@ def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    from trainkit.charts import number
+    from trainkit.tables import number
 
     total = "" if row["total_steps"] is None else f"/{row['total_steps']}"
     last = "-" if row["value"] is None else number(row["value"])

@@ -5,6 +5,7 @@ from trainkit.data.chat import PLAIN_TEMPLATE, TEMPLATES, Chat, is_conversation,
 from trainkit.data.formats import (
     Prompts,
     are_rated,
+    check_both_labels,
     finite,
     first_format,
     formatted,
@@ -19,7 +20,6 @@ from trainkit.data.formats import (
 from trainkit.data.pipeline import Pipeline, PromptEncoder, Stream, encode_sample, is_stream
 from trainkit.data.store import RolloutStore, shuffled
 from trainkit.data.tokenised import Completions, output_spans
-from trainkit.data.unpaired import check_labels, mismatched
 
 __all__ = [
     "PLAIN_TEMPLATE",
@@ -38,7 +38,7 @@ __all__ = [
     "Stream",
     "TokenBatch",
     "are_rated",
-    "check_labels",
+    "check_both_labels",
     "encode_sample",
     "finite",
     "first_format",
@@ -46,7 +46,6 @@ __all__ = [
     "is_conversation",
     "is_stream",
     "labelled",
-    "mismatched",
     "output_spans",
     "plain_messages",
     "preference_rows",

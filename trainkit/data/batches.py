@@ -523,7 +523,7 @@ class Rollouts:
 
     def _repr_html_(self) -> str:
         """Return a table of the first prompts and outputs, for notebooks."""
-        from trainkit.charts import table
+        from trainkit.tables import table
 
         columns, count = ["prompt", "output", "ended"], len(self)
         ended = ["yes" if end else "truncated" for end in self.terminated.tolist()]

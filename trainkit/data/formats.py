@@ -255,6 +255,16 @@ def labelled(rows: list[Row], *, first: int = 0) -> list[Row]:
     return [{**{k: v for k, v in row.items() if k != "reward"}, "label": bool(row["reward"])} for row in rows]
 
 
+def check_both_labels(good: int, bad: int) -> None:
+    """Raise a `DataError` unless there are samples labelled true, ``good`` many, and false, ``bad`` many."""
+    if not good or not bad:
+        raise DataError(
+            f"all {good + bad} samples are labelled {bool(good)}, and the algorithm needs desirable samples (label "
+            "True) and undesirable ones (False). Add samples with the other label, or train on the desirable ones with "
+            "method 'sft'"
+        )
+
+
 def _rewarded(rows: list[Row], rewards: list[Any]) -> list[Row]:
     if any("reward" in row for row in rows):
         raise DataError("rewards are given, and the samples have labels or rewards too; give one of the two")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -48,6 +49,16 @@ class RolloutStore(Generic[B]):
     def clear(self) -> None:
         """Remove all rows."""
         self._parts, self._ends = [], []
+
+    @contextmanager
+    def emptied(self) -> Iterator[None]:
+        """Hold no rows inside the block; those that there were come back after it."""
+        parts, ends = self._parts, self._ends
+        self.clear()
+        try:
+            yield
+        finally:
+            self._parts, self._ends = parts, ends
 
     def change(self, change: Callable[[B], B]) -> None:
         """Apply ``change`` to the rows that are made."""

@@ -11,7 +11,6 @@ from trainkit.models.loading import (
     load_tokenizer,
     make_policy,
 )
-from trainkit.models.noise import embedding_noise
 from trainkit.models.packing import check_packing
 from trainkit.models.policy import (
     CausalPolicy,
@@ -54,7 +53,6 @@ __all__ = [
     "context_length",
     "create_reference_model",
     "disable_dropout",
-    "embedding_noise",
     "has_adapter",
     "in_chunks",
     "load_heads",

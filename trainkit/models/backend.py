@@ -79,6 +79,20 @@ def rounding(dtype: torch.dtype, device: torch.device) -> float:
     return torch.finfo(torch.bfloat16).eps if (device.type, chosen) == ("cpu", "medium") else TF32
 
 
+def use_fast_and_exact_kernels(device: torch.device, precision: str) -> None:
+    """Choose the kernels of a run in this process: fast ones, and exact ones where torch's choice is not.
+
+    Args:
+        device: the device of the run.
+        precision: that of its passes; a warning is logged if ``bf16`` is slow on the device.
+    """
+    use_fast_exact_matmul(device)
+    use_exact_convolutions(device)
+    use_right_attention(device)
+    if precision == "bf16":
+        warn_of_slow_bf16(device.type)
+
+
 def use_exact_convolutions(device: torch.device) -> None:
     """Compute convolutions of float32 on a CUDA device in float32, and with the same bits in every run.
 

@@ -13,7 +13,7 @@ from importlib.metadata import Distribution, distributions
 from operator import attrgetter
 from typing import Any
 
-from trainkit.plugins.discovery import canonical, disabled_by
+from trainkit.plugins.discovery import canonical, disabled_by, entry_points_text, identity
 from trainkit.plugins.guard import one_line
 
 GROUP = "trainkit.commands"
@@ -92,19 +92,16 @@ def _claims() -> Iterator[Command]:
     """Yield every installed command; of two copies of a distribution on the path the first is the one in use."""
     seen: set[str] = set()
     for distribution in distributions():
-        try:
-            if f"[{GROUP}]" not in (distribution.read_text("entry_points.txt") or ""):
-                continue
-        except (OSError, ValueError):
-            continue
-        name = canonical(distribution.name or "?")
-        if name not in seen:
+        if (
+            f"[{GROUP}]" in entry_points_text(distribution)
+            and (name := canonical(identity(distribution)[0])) not in seen
+        ):
             seen.add(name)
             yield from _commands_of(distribution)
 
 
 def _commands_of(distribution: Distribution) -> Iterator[Command]:
-    name, version = distribution.name or "?", distribution.version or "?"
+    name, version = identity(distribution)
     summary = str(distribution.metadata.json.get("summary", ""))
     try:
         entries = [(entry.name, entry.value) for entry in distribution.entry_points.select(group=GROUP)]

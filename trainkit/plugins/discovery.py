@@ -292,19 +292,21 @@ def _read(path: str, changed: int) -> list[tuple[str, list[PluginInfo]]]:  # noq
     """Return the distributions in ``path`` with plugins, and these; reading all metadata takes milliseconds."""
     from importlib.metadata import distributions  # slow, and not needed for --help
 
-    found = [dist for dist in distributions(path=[path]) if f"[{OLD_GROUP}" in _entry_points(dist)]
-    named = [(dist, *_identity(dist)) for dist in found]
+    found = [dist for dist in distributions(path=[path]) if f"[{OLD_GROUP}" in entry_points_text(dist)]
+    named = [(dist, *identity(dist)) for dist in found]
     return [(canonical(name), list(_plugins_of(dist, name, version))) for dist, name, version in named]
 
 
-def _entry_points(dist: Distribution) -> str:
+def entry_points_text(dist: Distribution) -> str:
+    """Return the file with the entry points of a distribution; empty if it cannot be read."""
     try:
         return dist.read_text("entry_points.txt") or ""
     except (OSError, ValueError):
         return ""
 
 
-def _identity(dist: Distribution) -> tuple[str, str]:
+def identity(dist: Distribution) -> tuple[str, str]:
+    """Return the name and the version of a distribution; question marks if they cannot be read."""
     try:
         return dist.name or "?", dist.version or "?"
     except Exception:  # missing or unreadable metadata; the error differs between versions

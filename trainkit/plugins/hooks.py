@@ -13,7 +13,7 @@ from trainkit.plugins import hookspecs
 from trainkit.plugins.discovery import TRAINER, PluginInfo, find_installed, find_plugin, import_plugin
 from trainkit.plugins.guard import one_line, said, watch
 from trainkit.plugins.hookspecs import PROJECT
-from trainkit.plugins.registry import PARTS, HookClass, Settings, get_hooks, get_part, get_trainer
+from trainkit.plugins.registry import PARTS, Registered, Settings, get_hooks, get_part, get_trainer
 
 
 def name_of(entry: str | Settings) -> str:
@@ -113,7 +113,7 @@ def check_plugin(name: str, kind: str) -> None:
         hook_manager([name], [])
 
 
-def _make(hooks: HookClass, entry: str | Settings, label: str) -> Any:
+def _make(hooks: Registered, entry: str | Settings, label: str) -> Any:
     """Return an object of the class, with the settings of ``entry``, or with the default ones if it is a name.
 
     Raises:

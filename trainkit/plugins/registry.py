@@ -54,25 +54,16 @@ class Settings(Protocol):
 
 
 @dataclass(frozen=True)
-class HookClass:
-    """A class with hooks that is registered under a name. Each run makes an object of it."""
-
-    made: type
-    """The class."""
-    settings: type[Any] | None
-    """The class of its settings, derived from `trainkit.config.PluginConfig`; None if it has no settings."""
-    tracker: bool
-    """Whether it is a tracker, which `train.trackers` names; other hooks are named in `plugins`."""
-
-
-@dataclass(frozen=True)
-class PartClass:
-    """An engine or a sharding that is registered under a name."""
+class Registered:
+    """A class that is registered under a name: an engine, a sharding, or a class with hooks, of which each run makes
+    an object."""
 
     made: type[Any]
     """The class."""
     settings: type[Any] | None
     """The class of its settings, derived from `trainkit.config.PluginConfig`; None if it has no settings."""
+    tracker: bool = False
+    """Whether it is a tracker, which `train.trackers` names; other hooks are named in `plugins`."""
 
 
 @dataclass
@@ -85,7 +76,7 @@ class Part:
     """The public name of the interface."""
     own: Mapping[str, str]
     """The classes of trainkit itself, by their names in configurations: ``module:class``."""
-    classes: dict[str, PartClass] = field(default_factory=dict)
+    classes: dict[str, Registered] = field(default_factory=dict)
     """The classes that plugins have registered, by name."""
 
     @property
@@ -116,7 +107,7 @@ HOOKED = (HOOKS, SAMPLER, TRACKER)
 """The kinds of plugins that have hooks."""
 
 _TRAINERS: dict[str, type] = {}
-_HOOKS: dict[str, HookClass] = {}
+_HOOKS: dict[str, Registered] = {}
 
 
 @overload
@@ -370,7 +361,7 @@ def _register_part(part: Part, cls: C, name: str, settings: type[Settings] | Non
         raise RegistryError(f"{cls.__qualname__} cannot be registered as {name!r}: {fault}")
     taken = part.classes.get(name)
     _check_name(part.kind, name, cls, taken.made if taken else None)
-    part.classes[name] = PartClass(cls, settings)
+    part.classes[name] = Registered(cls, settings)
     return cls
 
 
@@ -380,7 +371,7 @@ def _at(place: str) -> type:
     return cast(type, getattr(import_module(module), name))
 
 
-def get_part(part: Part, name: str) -> PartClass:
+def get_part(part: Part, name: str) -> Registered:
     """Return the class of a part that is registered as ``name`` (case-insensitive); import its plugin if necessary.
 
     Raises:
@@ -389,7 +380,7 @@ def get_part(part: Part, name: str) -> PartClass:
     """
     key, kind = name.lower(), part.kind
     if key in part.own:
-        return PartClass(_at(part.own[key]), None)
+        return Registered(_at(part.own[key]), None)
     if not (is_known(key) or key in BUILT_IN):
         known = available_parts(part)
         raise RegistryError(
@@ -405,12 +396,12 @@ def get_part(part: Part, name: str) -> PartClass:
     return part.classes[key]
 
 
-def get_engine(name: str) -> PartClass:
+def get_engine(name: str) -> Registered:
     """Return the engine registered as ``name``, as `get_part`."""
     return get_part(ENGINES, name)
 
 
-def get_sharding(name: str) -> PartClass:
+def get_sharding(name: str) -> Registered:
     """Return the sharding registered as ``name``, as `get_part`."""
     return get_part(SHARDINGS, name)
 
@@ -464,7 +455,7 @@ def _register_hooks(cls: C, name: str, settings: type[Settings] | None, *, track
         raise RegistryError(f"{cls.__qualname__} cannot be registered as {name!r}: {fault}")
     taken = _HOOKS.get(name)
     _check_name("plugin", name, cls, taken.made if taken else None)
-    _HOOKS[name] = HookClass(cls, settings, tracker)
+    _HOOKS[name] = Registered(cls, settings, tracker)
     return cls
 
 
@@ -500,7 +491,7 @@ def hooks_of(plugin: object) -> list[str]:
     return [name for name in dir(plugin) if hasattr(inspect.getattr_static(plugin, name, None), f"{PROJECT}_impl")]
 
 
-def get_hooks(name: str) -> HookClass | None:
+def get_hooks(name: str) -> Registered | None:
     """Return the class with hooks that is registered as ``name`` (case-insensitive); import its plugin if necessary.
 
     None if the plugin registers no such class: it is a trainer, or its module has hooks.

@@ -10,10 +10,12 @@ from enum import StrEnum
 from pathlib import Path
 
 from trainkit.errors import ConfigError, RegistryError
-from trainkit.plugins.discovery import BUILT_IN, CORE, RESERVED, discover
+from trainkit.plugins.discovery import BUILT_IN, CORE, GROUPS, NAMED_IN, RESERVED, TRAINER, discover
 from trainkit.version import __version__
 
 TEMPLATES = Path(__file__).parent / "_templates"
+"""A directory for each kind, and what all kinds have."""
+ALL = "pyproject.toml"
 LONGEST = 64
 """The most characters of a plugin's name, of which names of files are made."""
 
@@ -54,17 +56,13 @@ class Names:
                 f"a plugin cannot be called {given!r}; use English letters, digits, and single hyphens or underscores "
                 f"between them, beginning with a letter, at most {LONGEST} characters: my-algo"
             )
-        if plugin in RESERVED:
-            raise ConfigError(
-                f"a plugin cannot be called {given!r}, which is a command of `trainkit config`; choose another name"
-            )
-        if keyword.iskeyword(plugin):
-            raise ConfigError(f"a plugin cannot be called {given!r}, which is a keyword of Python; choose another name")
-        if (read := yaml.safe_load(plugin)) != plugin:
-            raise ConfigError(
-                f"a plugin cannot be called {given!r}, which a configuration would read as {read!r}; "
-                "choose another name"
-            )
+        for is_taken, by in (
+            (plugin in RESERVED, "is a command of `trainkit config`"),
+            (keyword.iskeyword(plugin), "is a keyword of Python"),
+            ((value := yaml.safe_load(plugin)) != plugin, f"a configuration would read as {value!r}"),
+        ):
+            if is_taken:
+                raise ConfigError(f"a plugin cannot be called {given!r}, which {by}; choose another name")
         if plugin.startswith("trainkit_"):
             raise ConfigError(
                 f"given {given!r}; 'trainkit-' is put before the name automatically: "
@@ -82,13 +80,16 @@ class Names:
         """The name of the plugin's only module."""
         return f"trainkit_{self.plugin}"
 
-    def fill(self, text: str) -> str:
-        """Return a template's text or path, with these names in place of the template's own."""
+    def fill(self, text: str, kind: Kind) -> str:
+        """Return the text or path of a template of a kind, with these names in place of the template's own."""
         written = {
             "new_plugin": self.plugin,
             "new-plugin": self.plugin.replace("_", "-"),
             "NewPlugin": self.classes,
             "trainkit-requirement": _requirement(),
+            "template-kind": NAMED_IN[kind][0].capitalize(),
+            "template-group": GROUPS[kind],
+            ', "template-tests"': "" if kind == TRAINER else ', "trainkit-rloo"',
         }
         return re.sub("|".join(written), lambda found: written[found[0]], text)
 
@@ -111,10 +112,10 @@ def new_plugin(given: str, kind: Kind, out: Path | None = None) -> tuple[Names, 
     if _is_dir(target) and any(target.iterdir()):
         raise ConfigError(f"the directory {str(target)!r} is not empty; give another with --out, or remove it")
     root = TEMPLATES / kind
-    found = sorted(path for path in root.rglob("*") if path.suffix in (".md", ".py", ".toml"))
-    files = {
-        target / names.fill(str(path.relative_to(root))): names.fill(path.read_text(encoding="utf-8")) for path in found
-    }
+    found = sorted(path for path in root.rglob("*") if path.suffix in (".md", ".py"))
+    texts = {str(path.relative_to(root)): path.read_text(encoding="utf-8") for path in found}
+    texts[ALL] = (TEMPLATES / ALL).read_text(encoding="utf-8")
+    files = {target / names.fill(path, kind): names.fill(text, kind) for path, text in texts.items()}
     _write(target, files)
     return names, list(files)
 

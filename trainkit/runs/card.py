@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import html
+import math
 import re
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.charts import Line, line_chart, line_over_steps
 from trainkit.config import Plain
 from trainkit.errors import printable
 from trainkit.plain import to_yaml
@@ -19,9 +19,9 @@ from trainkit.security import is_secret
 if TYPE_CHECKING:
     from trainkit.runs.view import RunView
 
-CARD, CURVE = "README.md", "curve.svg"
-POINTS = 200
-"""Points of the curve at most."""
+CARD = "README.md"
+ROWS = 10
+"""Steps at most of which the card shows the main metric."""
 OURS = "<!-- Every export by trainkit writes this file anew. Remove this line to keep what you change. -->"
 """The line that marks a model card as written by trainkit, not by hand."""
 LIBRARIES = ("torch", "transformers")
@@ -30,17 +30,12 @@ LIBRARIES = ("torch", "transformers")
 def write(trainer: RunView, building: Path, target: Path) -> None:
     """Write the model card of an export into ``building``, replacing any that a library has written there.
 
-    A card in ``target``, the destination of the export, is kept if it was written by hand. The curve that a card shows
-    is written beside it.
+    A card in ``target``, the destination of the export, is kept if it was written by hand.
     """
-    line = curve(trainer)
-    if line is not None:
-        drawn = line_chart([line], title=f"{line.name} over the steps", standalone=True)
-        (building / CURVE).write_text(drawn, encoding="utf-8")
     if written_by_hand(target / CARD):
         (building / CARD).unlink(missing_ok=True)
     else:
-        (building / CARD).write_text(model_card(trainer, line), encoding="utf-8")
+        (building / CARD).write_text(model_card(trainer), encoding="utf-8")
 
 
 def written_by_hand(path: Path) -> bool:
@@ -48,8 +43,8 @@ def written_by_hand(path: Path) -> bool:
     return path.exists() and OURS not in path.read_text(encoding="utf-8", errors="replace")
 
 
-def model_card(trainer: RunView, line: Line | None) -> str:
-    """Return the text of the model card, which shows the curve ``line`` if there is one.
+def model_card(trainer: RunView) -> str:
+    """Return the text of the model card.
 
     Equal runs with equal libraries give equal cards, on any machine.
     """
@@ -65,18 +60,11 @@ def model_card(trainer: RunView, line: Line | None) -> str:
         f"Trained{f' from `{base}`' * (base is not None)} with trainkit, for {steps} step{'s' * (steps != 1)}.\n",
         _loading(method, kind.get("loading")),
         _table("## Provenance", _facts(trainer)),
-        "" if line is None else f"## Training\n\n![{_cell(line.name)} over the steps]({CURVE})\n",
+        _training(trainer),
         _evaluation(trainer),
         f"## Configuration\n\n{fenced(to_yaml(shown(trainer.config.to_dict())), 'yaml')}",
     ]
     return "\n".join(part for part in parts if part)
-
-
-def curve(trainer: RunView) -> Line | None:
-    """Return the metric that says best how good the model is, over the steps so far; None if none is recorded."""
-    run = Record(trainer.run_dir) if trainer.run_dir is not None else None
-    metric = main_metric(run.series) if run is not None else None
-    return None if run is None or metric is None else line_over_steps(metric, [run.series[metric]], POINTS)
 
 
 def base_model(trainer: RunView) -> str | None:
@@ -116,13 +104,23 @@ def _loading(method: str, code: str | None) -> str:
 
 
 def _facts(trainer: RunView) -> dict[str, str]:
-    core, *plugins = trainer.makers
+    core, *plugins = trainer.identity.makers
     made = {"method": trainer.config.method.name}
     made |= {f"plugin {plugin['name']}": said(plugin) for plugin in plugins}
     made |= {"trainkit": str(core["version"])}
     made |= {name: version(name) for name in LIBRARIES}
     ended = {"ended early": trainer.progress.stop_reason} if trainer.progress.stop_reason else {}
     return {**made, "steps": str(trainer.progress.step), **ended, "samples": str(trainer.progress.trained)}
+
+
+def _training(trainer: RunView) -> str:
+    """Return a table of the main metric over the steps so far, evenly thinned out; empty if none is recorded."""
+    series = Record(trainer.run_dir).series if trainer.run_dir is not None else {}
+    if (metric := main_metric(series)) is None:
+        return ""
+    *before, last = series[metric].items()
+    shown = [*before[:: max(math.ceil(len(before) / (ROWS - 1)), 1)], last]
+    return _table(f"## Training: {_cell(metric)} by step", {str(step): f"{value:.4g}" for step, value in shown})
 
 
 def _evaluation(trainer: RunView) -> str:

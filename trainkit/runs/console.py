@@ -172,7 +172,9 @@ class Console:
         shown = [steps[round(row * last / max(rows - 1, 1))] for row in range(rows)]
         names = list(dict.fromkeys(name for found in self._evaluations.values() for name in found))
         columns = [["step", *map(str, shown)]]
-        columns += [[_heading(name), *(_figure(self._evaluations[step].get(name)) for step in shown)] for name in names]
+        for name in names:
+            values = (self._evaluations[step].get(name) for step in shown)
+            columns.append([_heading(name), *("" if value is None else number(value) for value in values)])
         widths = [max(map(cell_len, column)) for column in columns]
         fitting = self._fitting(widths)
         for cells in zip(*columns[:fitting], strict=True):
@@ -309,10 +311,6 @@ def _move_log_handlers(captured: list[Any]) -> list[tuple[logging.StreamHandler[
 def _heading(name: str) -> str:
     name = printable(name)
     return name if len(name) <= WIDEST else f"{name[: WIDEST - 1]}…"
-
-
-def _figure(value: float | None) -> str:
-    return "" if value is None else number(value)
 
 
 def excerpt(prompt: str, output: str) -> str:

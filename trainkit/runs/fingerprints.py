@@ -33,9 +33,9 @@ def of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the fingerprint of what decides the ids of a text: tokens, their merges, and the chat template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = {} if backend is None else json.loads(backend.to_str())
-    kept = {name: value for name, value in rules.items() if name not in ("padding", "truncation")}  # set by calls
-    known = [kept or tokenizer.get_vocab(), tokenizer.eos_token_id, tokenizer.chat_template]
-    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
+    own_rules = {name: value for name, value in rules.items() if name not in ("padding", "truncation")}  # set by calls
+    parts = [own_rules or tokenizer.get_vocab(), tokenizer.eos_token_id, tokenizer.chat_template]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def of_maker(maker: Any) -> str:

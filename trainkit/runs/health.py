@@ -43,18 +43,18 @@ class Health:
             if name in metrics:
                 self.steps.setdefault(name, []).append(metrics[name])
         self.seen.add({name: value for name, value in metrics.items() if name not in PER_COLLECTION})
-        found = [check(self.seen) for check in symptoms.OF_TRAINING]
+        findings = [check(self.seen) for check in symptoms.OF_TRAINING]
         if first and self.starts_on_policy:
-            found.append(symptoms.off_policy(metrics, self.half_precision))
-        return self._new(found)
+            findings.append(symptoms.off_policy(metrics, self.half_precision))
+        return self._new(findings)
 
     def evaluated(self, metrics: Mapping[str, float]) -> list[Finding]:
         """Add the metrics of an evaluation, and return what is newly found."""
         self.seen.add(metrics)
         return self._new([check(self.seen) for check in symptoms.OF_EVALUATION])
 
-    def _new(self, found: Iterable[Finding | None]) -> list[Finding]:
-        new = [finding for finding in found if finding is not None and finding.check not in self.told]
+    def _new(self, findings: Iterable[Finding | None]) -> list[Finding]:
+        new = [finding for finding in findings if finding is not None and finding.check not in self.told]
         self.told += [finding.check for finding in new]
         return new
 

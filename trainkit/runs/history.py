@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
-from trainkit.charts import Line, line_chart, mean, parts_of, table
 from trainkit.errors import ConfigError, describe, suggest
 from trainkit.runs.record import main_metric
+from trainkit.tables import table
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from pandas import DataFrame
 
     from trainkit.runs.view import RunView
@@ -21,8 +21,6 @@ ROWS = 10
 """Evaluations that the table of a history has at most."""
 COLUMNS = 6
 """Metrics of evaluations that it has at most."""
-POINTS = 500
-"""Points of a chart at most; the curves of longer runs are means of equal parts."""
 USUAL = ("reward/mean", "loss/total", "policy/kl")
 """What is plotted if nothing is named, besides the main metric, of what the run has."""
 
@@ -58,27 +56,37 @@ class History(Mapping[str, dict[int, float]]):
         columns = {name: list(map(values.get, self.steps)) for name, values in self.items()}
         return DataFrame(columns, index=Index(self.steps, name="step"), dtype=float)
 
-    def plot(self, *names: str) -> Charts:
-        """Return charts of metrics over the steps, which a notebook shows.
+    def plot(self, *names: str) -> Figure:
+        """Return a figure of matplotlib with a chart of each metric over the steps, which a notebook shows.
 
         Args:
             *names: the metrics. None: the one that says best how good the model is, and what the run has of
                 ``reward/mean``, ``loss/total`` and ``policy/kl``.
 
         Raises:
-            ConfigError: there is no metric of a name.
+            ConfigError: there is no metric of a name, or none yet; or matplotlib is not installed.
         """
         for name in names:
             if name not in self:
                 known = ", ".join(self) or "none yet"
                 raise ConfigError(f"no metric is called {describe(name)}{suggest(str(name), self)}; there are: {known}")
         usual = [main_metric(self), *(name for name in USUAL if name in self)]
-        chosen = dict.fromkeys(names or (name for name in usual if name is not None))
-        return Charts({name: self._chart(name) for name in chosen})
+        chosen = list(dict.fromkeys(names or [name for name in usual if name is not None]))
+        if not chosen:
+            raise ConfigError("there are no metrics yet to plot; train first")
+        try:
+            from matplotlib import pyplot
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                "plots are drawn by matplotlib, which is not installed; run 'pip install matplotlib'"
+            ) from (error)
 
-    def _chart(self, name: str) -> Markup:
-        x, y = (list(map(mean, parts_of(list(each), POINTS))) for each in (self[name], self[name].values()))
-        return line_chart([Line(name, x, y)], title=name, standalone=True)
+        figure, axes = pyplot.subplots(len(chosen), squeeze=False, layout="constrained", figsize=(6, 2.5 * len(chosen)))
+        for axis, name in zip(axes.flat, chosen, strict=True):
+            axis.plot(list(self[name]), list(self[name].values()))
+            axis.set(title=name, xlabel="step")
+        pyplot.close(figure)  # a notebook shows it as the value of the cell, once
+        return figure
 
     def __repr__(self) -> str:
         steps = self.steps
@@ -92,29 +100,6 @@ class History(Mapping[str, dict[int, float]]):
         steps = (evaluated or self.steps)[-ROWS:]
         rows = [(step, *(self[name].get(step) for name in chosen)) for step in steps]
         return table(rows, ["step", *chosen], caption=f"{self!r}; .to_pandas() and .plot() show all")
-
-
-class Charts(Mapping[str, str]):
-    """Charts by the names of their metrics, each the text of an SVG file. A notebook shows them."""
-
-    def __init__(self, charts: Mapping[str, str]) -> None:
-        self._charts = dict(charts)
-
-    def __getitem__(self, name: str) -> str:
-        return self._charts[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._charts)
-
-    def __len__(self) -> int:
-        return len(self._charts)
-
-    def __repr__(self) -> str:
-        return f"Charts({', '.join(self)})"
-
-    def _repr_html_(self) -> str:
-        """Return the charts as images, so that their style sheet does not apply to the notebook."""
-        return Markup().join(map(_figure, self, self.values())) or "no metrics yet"
 
 
 def overview(trainer: RunView) -> Markup:
@@ -131,11 +116,3 @@ def overview(trainer: RunView) -> Markup:
     evaluation = [row for row in sorted(at.evaluation.items()) if not row[0].startswith("eval/time")]
     facts += [(f"evaluated after step {at.evaluated}", "")] if evaluation else []
     return table([*facts, *evaluation], caption=type(trainer).__name__)
-
-
-def _figure(name: str, svg: str) -> Markup:
-    form = (
-        '<figure style="display:inline-block;margin:4px"><img alt="{}" width="480" '
-        'src="data:image/svg+xml;base64,{}"></figure>'
-    )
-    return Markup(form).format(name, base64.b64encode(svg.encode()).decode())

@@ -53,7 +53,7 @@ class JsonLines:
     @hookimpl
     def on_experience(self, trainer: RunView, rollouts: list[Rollouts], experience: Any) -> None:
         """Append a line for each rollout of a collection that `is_recorded`, on this process."""
-        if not is_recorded(trainer.collection_number):
+        if not is_recorded(trainer.collector.collection.number):
             return
         at = {"step": trainer.progress.step, "kind": "rollout"}
         records = [{**at, **record} for part in rollouts for record in _records(part)]

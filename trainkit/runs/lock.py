@@ -43,7 +43,7 @@ class RunLock:
 
     def __init__(self, run_dir: Path) -> None:
         try:
-            made = [place for place in (run_dir, *run_dir.parents) if not place.exists()]
+            created = [place for place in (run_dir, *run_dir.parents) if not place.exists()]
             run_dir.mkdir(parents=True, exist_ok=True)
             lock = _acquire(run_dir)
         except (OSError, ValueError) as error:  # a ValueError: a NUL in the path
@@ -51,7 +51,7 @@ class RunLock:
             raise ConfigError(
                 f"the directory {describe(str(run_dir))} cannot be used: {reason}; give another train.run_dir"
             ) from error
-        self.release = weakref.finalize(self, _release, lock, run_dir / NAME, made, os.getpid())
+        self.release = weakref.finalize(self, _release, lock, run_dir / NAME, created, os.getpid())
         """Release the lock; remove its file, and the directories that were created if they are still empty."""
 
 
@@ -112,12 +112,12 @@ def _in_use(run_dir: Path, holder: dict[str, Any]) -> str:
     return f"{run_dir} is in use by {said}{own}; wait until it ends, stop it, or give another train.run_dir"
 
 
-def _release(lock: FileLock, path: Path, made: list[Path], owner: int) -> None:
+def _release(lock: FileLock, path: Path, created: list[Path], owner: int) -> None:
     if os.getpid() != owner:  # a process forked from it, which ends
         return
     with contextlib.suppress(OSError):  # the directory may have been removed
         path.unlink()
     lock.release()
     with contextlib.suppress(OSError):  # a directory may not be empty
-        for place in made:
+        for place in created:
             place.rmdir()

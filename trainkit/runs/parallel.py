@@ -115,9 +115,9 @@ class Parallel:
             if error is None or isinstance(error, Interrupted):
                 error = next(iter([*failures, *errors]), None)
                 if isinstance(error, TrainkitError):
-                    error.elsewhere = True
+                    error.from_other_rank = True
         if isinstance(error, TrainkitError):
-            error.everywhere = True
+            error.on_all_ranks = True
         if error is not None:
             raise error
         return value  # type: ignore[no-any-return]

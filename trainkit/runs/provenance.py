@@ -26,26 +26,26 @@ def makers(method: str, named: Iterable[str]) -> list[Maker]:
     A method that is not among ``named`` is registered by a notebook or a script, not by a distribution; so is a plugin
     that is not installed.
     """
-    found: list[Maker] = [{"name": "trainkit", "distribution": CORE, "version": __version__}]
+    makers_of: list[Maker] = [{"name": "trainkit", "distribution": CORE, "version": __version__}]
     plugins: dict[str, PluginInfo | None] = {name: find_installed(name) for name in map(str.lower, named)}
     if method not in plugins:
         plugins = {method: None, **plugins}
     for name, plugin in plugins.items():
         distribution, version = (plugin.distribution, plugin.version) if plugin else (None, None)
-        found.append({"name": name, "distribution": distribution, "version": version})
-    return found
+        makers_of.append({"name": name, "distribution": distribution, "version": version})
+    return makers_of
 
 
 @cache  # reading them takes milliseconds
 def library_versions() -> dict[str, str]:
     """Return the versions of Python and of the installed `LIBRARIES`."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in LIBRARIES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def said(maker: Maker) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -157,36 +156,6 @@ class Record:
         return DONE if mark.get("step") == self.step else STOPPED
 
 
-class AddedLines:
-    """Reads the JSON objects that are added to a file of lines. It begins again if the file is replaced or shorter."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self._file, self._read = path, -1, 0
-
-    def read(self) -> tuple[list[dict[str, Any]], bool]:
-        """Return the objects since the last call, and whether those of earlier calls do not count any more.
-
-        Raises:
-            DataError: the file cannot be read, or a line is not a JSON object; names the file.
-        """
-        try:
-            with self.path.open("rb") as file:
-                about = os.fstat(file.fileno())
-                anew = about.st_ino != self._file or about.st_size < self._read
-                file.seek(0 if anew else self._read)
-                added = file.read()
-        except FileNotFoundError:
-            return [], False
-        except OSError as error:
-            raise DataError(f"cannot read {self.path}: {error}") from error
-        whole = added[: added.rfind(b"\n") + 1]
-        self._file, self._read = about.st_ino, len(whole) + (0 if anew else self._read)
-        try:
-            return [dict(json.loads(line)) for line in whole.splitlines()], anew
-        except (ValueError, TypeError, RecursionError) as error:
-            raise DataError(f"{self.path}: a line is not a JSON object ({error})") from error
-
-
 def find_runs(directory: Path) -> Iterator[Record]:
     """Yield the runs in a directory and below it, sorted by path."""
 
@@ -228,13 +197,13 @@ def lines_of(path: Path) -> Iterator[dict[str, Any]]:
         raise DataError(f"{path}, line {at}: not a JSON object ({error})") from error
 
 
-def free_directory(given: str) -> str:
-    """Return a directory for a new run: ``given``, or with a number if that holds a run, and tell of it."""
-    names = (given if number == 1 else f"{given}-{number}" for number in count(1))
-    found = next(name for name in names if not (Path(name) / "config.yaml").exists())
-    if found != given:
-        log.warning("%s holds a run; this one is written to %s", given, found)
-    return found
+def free_directory(path: str) -> str:
+    """Return a directory for a new run: ``path``, or with a number if that holds a run, and tell of it."""
+    names = (path if number == 1 else f"{path}-{number}" for number in count(1))
+    free = next(name for name in names if not (Path(name) / "config.yaml").exists())
+    if free != path:
+        log.warning("%s holds a run; this one is written to %s", path, free)
+    return free
 
 
 def main_metric(names: Iterable[str]) -> str | None:

@@ -45,10 +45,11 @@ from trainkit.runs.console import without_progress_bars
 from trainkit.runs.fingerprints import differing
 from trainkit.runs.journal import append
 from trainkit.runs.lock import RunLock
+from trainkit.runs.progress import Progress
 from trainkit.runs.record import STARTS
 from trainkit.runs.resharding import divided_like, own_rows
-from trainkit.runs.saving import METHOD, PARTS, identity, trained
-from trainkit.runs.stopping import lost, signals_noted, watched
+from trainkit.runs.saving import METHOD, PARTS, trained
+from trainkit.runs.stopping import Interrupted, lost, signals_noted, watched
 from trainkit.runs.symptoms import Finding
 from trainkit.runs.trackers import default_trackers
 from trainkit.security import file_name
@@ -108,16 +109,20 @@ def running(trainer: RunView) -> Iterator[None]:
     assert trainer.run_dir is not None
     _lock(trainer, trainer.run_dir)  # an earlier run of the same trainer has released it
     trainer.run_state.clock = time.perf_counter()
-    trainer.forget_last_step()  # an earlier run may have ended with an error
-    stop, config = trainer.run_state.stop, trainer.config.train
+    trainer.last_step.forget()  # an earlier run may have ended with an error
+    noted, config = trainer.run_state.stop, trainer.config.train
     limit = config.timeout if trainer.parallel.world > 1 else None
     try:
-        with without_progress_bars(), signals_noted(stop, bool(config.save_interval)), watched(stop, limit):
-            yield
+        with without_progress_bars(), signals_noted(noted, bool(config.save_interval)), watched(noted, limit):
+            try:
+                yield
+            except Interrupted:
+                trainer.last_step.restore()
+                stop(trainer, requests(trainer)[0])
     except BaseException as error:
         saving.save_after_error(trainer, error)
-        if trainer.ahead is not None:
-            trainer.ahead.cancel()
+        if trainer.collector.ahead is not None:
+            trainer.collector.ahead.cancel()
         if isinstance(error, KeyboardInterrupt):
             saving.abandon(trainer)
         saving.finish_after_error(trainer)
@@ -163,8 +168,8 @@ def requests(trainer: RunView) -> tuple[int, bool]:
     stop.progressed()
     asked, saves = stop.asked, stop.saves
     if trainer.parallel.world > 1:
-        found = trainer.max(torch.tensor([float(asked), float(saves)]))
-        asked, saves = int(found[0]), bool(found[1])
+        signals = trainer.max(torch.tensor([float(asked), float(saves)]))
+        asked, saves = int(signals[0]), bool(signals[1])
     stop.saves = False
     return asked, saves
 
@@ -223,7 +228,7 @@ def begin(trainer: RunView) -> None:
         return
     config = trainer.config
     name = f"{file_name(config.method.name)}-{datetime.now():%Y%m%d-%H%M%S}"
-    trainer.began  # noqa: B018  (all processes read it together)
+    trainer.identity.began  # noqa: B018  (all processes read it together)
     run_dir = Path(trainer.parallel.on_main(lambda: config.train.run_dir or str(_unused(Path("runs") / name))))
     _lock(trainer, run_dir)
     try:
@@ -284,10 +289,10 @@ def _start(trainer: RunView) -> dict[str, Any]:
     device = trainer.accelerator.device
     return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "began": trainer.began.isoformat(timespec="seconds"),
+        "began": trainer.identity.began.isoformat(timespec="seconds"),
         "step": trainer.progress.step,
         "versions": provenance.library_versions(),
-        "makers": trainer.makers,
+        "makers": trainer.identity.makers,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "processes": trainer.parallel.world,
     }
@@ -306,18 +311,6 @@ def _unused(path: Path) -> Path:
 # --------------------------------------------------------------------------------------------------- checkpoints
 
 
-def fingerprint_start(trainer: RunView, reference: Any) -> str | None:
-    """Return a fingerprint of the initial weights that checkpoints need and do not contain; None if there are none.
-
-    They are the reference's if it is the model's start, otherwise the frozen ones.
-    """
-    if trainer.needs_reference and trainer.chosen_reference is None:
-        return fingerprint(reference.policy.state_dict())
-    changing = trained(trainer.unwrapped)
-    frozen = {name: tensor for name, tensor in trainer.unwrapped.state_dict().items() if name not in changing}
-    return fingerprint(frozen) if frozen else None
-
-
 def _load_trained(trainer: RunView, state: Mapping[str, Any], loop: Mapping[str, Any]) -> None:
     """Load a state that `trained` returned.
 
@@ -333,10 +326,33 @@ def _load_trained(trainer: RunView, state: Mapping[str, Any], loop: Mapping[str,
             if tuple(tensor.shape) != tuple(state[name].shape):
                 there, here = tuple(state[name].shape), tuple(tensor.shape)
                 raise ValueError(f"{name} is {there} in the checkpoint, and {here} in the model")
-        trainer.check_loop_state(loop)
+        _check_loop(trainer, loop)
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(divided_like(tensor, checkpoint.whole(state[name])))
+
+
+def _check_loop(trainer: RunView, state: Mapping[str, Any]) -> None:
+    """Check that what `saving.loop_state` returned is whole, and fits the model and the schedule.
+
+    Raises:
+        ValueError: it does not; names what is missing or different.
+    """
+    trainer.models.check_state(state)
+    fields = {"progress": asdict(trainer.progress), "scheduler": trainer.models.scheduler.state_dict()}
+    for part, own in fields.items():
+        if odd := sorted(own.keys() ^ state[part].keys()):
+            raise ValueError(f"{odd[0]} of its {part} is {'missing' if odd[0] in own else 'unknown'}")
+
+
+def _load_loop(trainer: RunView, state: Mapping[str, Any]) -> None:
+    """Restore what `saving.loop_state` returned."""
+    trainer.models.load_state_dict(state, state["progress"]["step"])
+    trainer.load_state_dict(state["method"])
+    trainer.hooks.load_state_dict(state["hooks"])
+    trainer.health.load_state_dict(state["health"])
+    trainer.progress.become(Progress(**state["progress"]))
+    trainer.collector.resumed()
 
 
 def resume(trainer: RunView, root: Path) -> None:
@@ -345,8 +361,8 @@ def resume(trainer: RunView, root: Path) -> None:
     Raises:
         CheckpointError: the run has saved checkpoints, and none of them is intact; or as `load`.
     """
-    wanted = trainer.config.train.resume
-    if wanted == "auto":
+    checkpoint_path = trainer.config.train.resume
+    if checkpoint_path == "auto":
         if found := trainer.parallel.on_main(lambda: checkpoint.newest_whole(root)):
             load(trainer, found)
         elif broken := sorted(path.name for path in root.glob("step_*")):
@@ -354,8 +370,8 @@ def resume(trainer: RunView, root: Path) -> None:
                 f"no checkpoint under {root} is intact ({', '.join(broken)}), so the run cannot resume; repair one, or "
                 "remove the directory to start a new run"
             )
-    elif wanted is not None:
-        load(trainer, Path(wanted))
+    elif checkpoint_path is not None:
+        load(trainer, Path(checkpoint_path))
 
 
 def load(trainer: RunView, path: Path) -> None:
@@ -368,18 +384,18 @@ def load(trainer: RunView, path: Path) -> None:
     path = trainer.parallel.on_main(lambda: _found_at(path))
     state = checkpoint.read_state(path, "loop")
     state |= _own_method(trainer, path, state["processes"])
-    drift = [*_check_identity(trainer, state, path), *provenance.changes(state.get("makers"), trainer.makers)]
+    drift = [*_check_identity(trainer, state, path), *provenance.changes(state.get("makers"), trainer.identity.makers)]
     trainer.run_state.recorded_frozen = state["frozen"]
     trainer.store.clear()
     recorded = state.get("progress", {})
     trainer.run_state.recorded_trunk = recorded.get("keeps_trunk")
-    if trainer.collects_once:
-        trainer.fill_store()  # an offline store is not saved: the dataset and the initial model determine it
+    if trainer.plan.collects_once:
+        trainer.collector.fill()  # an offline store is not saved: the dataset and the initial model determine it
     filled = trainer.progress.prompts
     trainer.models.build()  # creates model, optimizer and reference from the initial weights
     try:
         _load_trained(trainer, _model_state(path, state), state)
-        trainer.load_loop_state(state)
+        _load_loop(trainer, state)
     except (RuntimeError, ValueError, KeyError) as error:  # torch raises these if the state does not fit
         raise CheckpointError(f"{path} does not fit this model: {error}") from error
     at = trainer.progress
@@ -415,17 +431,17 @@ def _own_method(trainer: RunView, path: Path, there: int) -> dict[str, Any]:
 
 def _position(trainer: RunView, state: Mapping[str, Any]) -> int:
     """Return the minibatches made in the pass of a checkpoint, in those of this run's `train.batch_size`."""
-    made: int = state["progress"]["position"] * state["config"]["train"]["batch_size"]
-    return made // trainer.config.train.batch_size
+    rows: int = state["progress"]["position"] * state["config"]["train"]["batch_size"]
+    return rows // trainer.config.train.batch_size
 
 
 def _model_state(path: Path, state: dict[str, Any]) -> Mapping[str, Any]:
     """Return the model's state in a checkpoint; if it is in parts, complete the optimizer's in ``state``, too."""
     if not list(path.glob(f"{PARTS}-*")):
         return checkpoint.read_state(path, "model")
-    found = checkpoint.read_parts(path, PARTS)
-    state["optimizer"]["state"] = found["optimizer"]
-    model: Mapping[str, Any] = found["model"]
+    parts = checkpoint.read_parts(path, PARTS)
+    state["optimizer"]["state"] = parts["optimizer"]
+    model: Mapping[str, Any] = parts["model"]
     return model
 
 
@@ -438,14 +454,15 @@ def _load_held(trainer: RunView, path: Path, there: int, filled: int) -> None:
     read = [rank] if there == world else range(there)
     if (path / "store-00000.json").exists():
         parts = [checkpoint.read_state(path, f"store-{index:05d}")["experience"] for index in read]
-        rows, each = len(parts[0]), trainer.rows_of_a_prompt(len(parts[0]))
+        rows, each = len(parts[0]), trainer.collector.passes.rows_of_a_prompt(len(parts[0]))
         at.prompts = at.prompts if there == world else rows // each * there // world
         trainer.store.experience = parts[0] if there == world else own_rows(parts, each, rank, world)
     elif there != world:
         at.prompts = filled
-    if trainer.ahead is not None and (path / "ahead-00000.json").exists():
+    ahead = trainer.collector.ahead
+    if ahead is not None and (path / "ahead-00000.json").exists():
         states = [checkpoint.read_state(path, f"ahead-{index:05d}")["collections"] for index in read]
-        trainer.ahead.load(states, anew=there != world)
+        ahead.load(states, anew=there != world)
 
 
 def _stopped(trainer: RunView, before: Mapping[str, Any]) -> str:
@@ -474,15 +491,15 @@ def _whole_at(path: Path) -> Path:
         if fault := checkpoint.find_fault(path):
             raise CheckpointError(f"the checkpoint {path} is not intact: {fault}. Resume from another checkpoint")
         return path
-    found = checkpoint.newest_whole(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
-    if found is None:
+    newest = checkpoint.newest_whole(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+    if newest is None:
         raise CheckpointError(f"there is no intact checkpoint at or under {path}; look for directories step_*")
-    return found
+    return newest
 
 
 def _check_identity(trainer: RunView, state: Mapping[str, Any], path: Path) -> list[str]:
     """Return the differences from the run that made a checkpoint; raise a CheckpointError unless they are allowed."""
-    now = identity(trainer)
+    now = trainer.identity.state()
     drift = checkpoint.config_drift(state["config"], now["config"])
     fixed = [line for line in drift if not line.startswith(MAY_CHANGE) or line.startswith(MUST_NOT_CHANGE)]
     if fixed and not trainer.run_state.allow_drift:
@@ -525,8 +542,8 @@ def check_frozen(trainer: RunView, policy: Policy) -> None:
     there = trainer.run_state.recorded_frozen
     if there is None:
         return
-    known = [each.fingerprint for each in trainer.models.frozen if each.loaded]
-    here = [*known, fingerprint(policy.state_dict())]
+    loaded = [each.fingerprint for each in trainer.models.frozen if each.loaded]
+    here = [*loaded, fingerprint(policy.state_dict())]
     if not _differ(there, here):
         return
     if not trainer.run_state.allow_drift:
@@ -589,10 +606,10 @@ def export(trainer: RunView, directory: str | Path | None = None) -> Path:
 
 def _verifies(trainer: RunView) -> bool:
     """Return whether exports are loaded again and compared: not if the model is divided among processes."""
-    wanted = trainer.config.train.verify_export
-    if wanted is None:
-        wanted = sum(parameter.nbytes for parameter in trainer.unwrapped.parameters()) <= VERIFIED
-    return wanted and not trainer.sharding.keeps_sharded
+    verify = trainer.config.train.verify_export
+    if verify is None:
+        verify = sum(parameter.nbytes for parameter in trainer.unwrapped.parameters()) <= VERIFIED
+    return verify and not trainer.sharding.keeps_sharded
 
 
 def _write_export(trainer: RunView, building: Path, target: Path) -> None:
@@ -610,13 +627,13 @@ def exported_step(directory: Path) -> int | None:
         return None
 
 
-def keep_best(trainer: RunView, found: Mapping[str, float]) -> None:
+def keep_best(trainer: RunView, metrics: Mapping[str, float]) -> None:
     """Export to ``best/`` if the evaluation is the best so far, by what `Trainer.compared` returns for it.
 
     Raises:
         ConfigError: evaluations have no such metric.
     """
-    value = trainer.compared(found) if trainer.config.train.save_best else None
+    value = trainer.compared(metrics) if trainer.config.train.save_best else None
     if value is None or not value > trainer.progress.best:  # not if it is NaN
         return
     trainer.progress.best = value

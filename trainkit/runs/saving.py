@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,8 +109,8 @@ def save(trainer: RunView, root: Path | None = None) -> Path:
     finish(trainer)
     step, keep = trainer.progress.step, trainer.config.train.keep_checkpoints
     with _building(trainer, root) as building:
-        apart = _states_differ(trainer)
-        trainer.parallel.sync_errors(lambda: _parts(trainer, partial(checkpoint.write_state, building), apart))
+        states_differ = _states_differ(trainer)
+        trainer.parallel.sync_errors(lambda: _parts(trainer, partial(checkpoint.write_state, building), states_differ))
         target = trainer.parallel.on_main(lambda: checkpoint.commit(building, step, keep))
     trainer.hooks.hook.on_save(trainer=trainer, step=step, path=target)
     return target
@@ -128,8 +129,8 @@ def save_later(trainer: RunView) -> None:
         parts[name] = checkpoint.pack(state)
 
     with _building(trainer) as building:
-        apart = _states_differ(trainer)
-        trainer.parallel.sync_errors(lambda: _parts(trainer, keep, apart))
+        states_differ = _states_differ(trainer)
+        trainer.parallel.sync_errors(lambda: _parts(trainer, keep, states_differ))
         trainer.run_state.saving = Saving(building, trainer.progress.step, parts)
 
 
@@ -167,10 +168,10 @@ def save_after_error(trainer: RunView, error: BaseException) -> None:
     With several processes this needs all of them, so it is only done if all have the error.
     """
     alone = trainer.parallel.world == 1
-    agreed = alone or getattr(error, "everywhere", False)
+    agreed = alone or getattr(error, "on_all_ranks", False)
     if not (agreed and trainer.config.train.save_interval and isinstance(error, Exception)):
         return
-    if isinstance(error, CheckpointError) or not trainer.back_to_last_step() or not trainer.progress.step:
+    if isinstance(error, CheckpointError) or not trainer.last_step.restore() or not trainer.progress.step:
         return
     try:
         save_once(trainer)
@@ -252,30 +253,30 @@ def _bytes(trainer: RunView) -> int:
     """Return about how many bytes a checkpoint has: the trained weights and the optimizer's state, of all processes."""
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     state = (value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor))
-    own = sum(local(tensor).nbytes for tensor in (*trained(trainer.unwrapped).values(), *state))
-    return own * (trainer.parallel.world if trainer.sharding.divides else 1)
+    here = sum(local(tensor).nbytes for tensor in (*trained(trainer.unwrapped).values(), *state))
+    return here * (trainer.parallel.world if trainer.sharding.divides else 1)
 
 
 def _states_differ(trainer: RunView) -> bool:
     """Return whether the state of the algorithm is not the same on all processes."""
     if trainer.parallel.world == 1:
         return False
-    own = trainer.parallel.sync_errors(lambda: checkpoint.digest(trainer.state_dict()))
-    return len(set(trainer.gather([own]))) > 1
+    digest = trainer.parallel.sync_errors(lambda: checkpoint.digest(trainer.state_dict()))
+    return len(set(trainer.gather([digest]))) > 1
 
 
-def _parts(trainer: RunView, put: Callable[[str, checkpoint.State], object], apart: bool) -> None:
+def _parts(trainer: RunView, put: Callable[[str, checkpoint.State], object], states_differ: bool) -> None:
     """Call ``put`` with the name and the state of each part of a checkpoint that this process writes.
 
-    The state of the algorithm is one of them if it is that of this process alone (``apart``).
+    The state of the algorithm is one of them if it is that of this process alone (``states_differ``).
     """
     rank = trainer.parallel.rank
-    if not trainer.collects_once and len(trainer.store):
+    if not trainer.plan.collects_once and len(trainer.store):
         put(f"store-{rank:05d}", {"experience": trainer.store.experience})
-    if trainer.ahead is not None:
-        put(f"ahead-{rank:05d}", {"collections": trainer.ahead.state()})
-    loop = {**trainer.loop_state(), **identity(trainer)}
-    if apart:
+    if trainer.collector.ahead is not None:
+        put(f"ahead-{rank:05d}", {"collections": trainer.collector.ahead.state()})
+    loop = {**loop_state(trainer), **trainer.identity.state()}
+    if states_differ:
         put(f"{METHOD}-{rank:05d}", {"method": loop["method"]})
     if trainer.sharding.keeps_sharded:
         refuse_non_finite(trainer)
@@ -301,15 +302,14 @@ def refuse_non_finite(trainer: RunView) -> None:
         )
 
 
-def identity(trainer: RunView) -> dict[str, Any]:
-    """Return what is compared between a checkpoint and the run that resumes from it."""
+def loop_state(trainer: RunView) -> dict[str, Any]:
+    """Return everything that further training depends on, except the model's weights and the store."""
     return {
-        "config": trainer.config.to_dict(),
-        "reference": trainer.start,
-        "frozen": [each.fingerprint for each in trainer.models.frozen],
-        "processes": trainer.parallel.world,
-        "makers": trainer.makers,
-        "data": trainer.fingerprints,
+        "progress": asdict(trainer.progress),
+        "method": trainer.state_dict(),
+        "hooks": trainer.hooks.state_dict(),
+        "health": trainer.health.state_dict(),
+        **trainer.models.state_dict(),
     }
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any, ClassVar, Generic, TypeVar, cast, get_args
 
+import torch
 from torch import Tensor, nn
 
 from trainkit.config import MethodConfig, RewardFunctionConfig, TRLConfig
@@ -17,6 +18,7 @@ from trainkit.plugins.contract import wrong_inputs
 from trainkit.rollouts import MetricFn, RewardFn
 
 M = TypeVar("M", bound=MethodConfig)
+B = TypeVar("B", bound=Batch)
 
 
 class Verdict(Enum):
@@ -30,6 +32,11 @@ class Verdict(Enum):
     """Skip the step and all remaining steps on this collection."""
 
 
+def overridden(method: Callable[..., Any], usual: Callable[..., Any]) -> bool:
+    """Return whether a bound method is not ``usual``, the function of a base class."""
+    return getattr(method, "__func__", None) is not usual
+
+
 def checked_inputs(cls: type[BaseRLTrainer[Any]], method: MethodConfig) -> tuple[str, ...]:
     """Return what a trainer class learns from with the settings ``method``.
 
@@ -37,15 +44,15 @@ def checked_inputs(cls: type[BaseRLTrainer[Any]], method: MethodConfig) -> tuple
         PluginError: `inputs_for` returned something that cannot be trained on, or turned an online algorithm into an
             offline one, or the reverse.
     """
-    found = cls.inputs_for(method)
-    if fault := wrong_inputs(found):
+    inputs = cls.inputs_for(method)
+    if fault := wrong_inputs(inputs):
         raise PluginError(f"{method.name!r}: inputs_for: {fault}")
-    if ("prompts" in found) != ("prompts" in cls.inputs):
+    if ("prompts" in inputs) != ("prompts" in cls.inputs):
         raise PluginError(
-            f"{method.name!r}: inputs_for returned {found!r}, and inputs is {cls.inputs!r}; an algorithm is online, "
+            f"{method.name!r}: inputs_for returned {inputs!r}, and inputs is {cls.inputs!r}; an algorithm is online, "
             "with prompts, or offline, with samples"
         )
-    return found
+    return inputs
 
 
 class BaseRLTrainer(ABC, Generic[M]):
@@ -137,14 +144,16 @@ class BaseRLTrainer(ABC, Generic[M]):
 
     def _check_reward_settings(self) -> None:
         """Raise a `ConfigError` if settings of the calls of the reward function are given, and there is none."""
-        given = [f"reward.{key}" for key, value in self.config.reward if value != getattr(RewardFunctionConfig(), key)]
-        if not given or self.reward_fn is not None:
+        changed = [
+            f"reward.{key}" for key, value in self.config.reward if value != getattr(RewardFunctionConfig(), key)
+        ]
+        if not changed or self.reward_fn is not None:
             return
-        are, them = ("is", "it") if len(given) == 1 else ("are", "them")
+        are, them = ("is", "it") if len(changed) == 1 else ("are", "them")
         why = "there is no reward function; give one, or"
         if "reward_fn" not in self.inputs:
             why = f"{self.config.method.name!r} learns from {' and '.join(self.inputs)}, without a reward function;"
-        raise ConfigError(f"{' and '.join(given)} {are} set, and {why} remove {them}")
+        raise ConfigError(f"{' and '.join(changed)} {are} set, and {why} remove {them}")
 
     @property
     def method(self) -> M:
@@ -162,23 +171,49 @@ class BaseRLTrainer(ABC, Generic[M]):
         return bool({"reward_fn", "environment"} & {*self.inputs})
 
     @property
+    @abstractmethod
     def passes(self) -> int | None:
         """How many times one collection of experience is iterated over; None: until the run ends.
 
-        Offline algorithms collect once and iterate over the collection ``train.epochs`` times.
+        By default, offline algorithms collect once and iterate over the collection ``train.epochs`` times.
         """
-        return 1 if self.online else self.epochs
-
-    @property
-    def epochs(self) -> int | None:
-        """Passes over the dataset; None: as many as ``train.total_steps`` needs."""
-        train = self.config.train
-        return 1 if train.epochs is None and train.total_steps is None else train.epochs
 
     @property
     def samples_per_prompt(self) -> int:
         """Number of responses to each prompt in a collection, where they are adjacent rows."""
         return int(getattr(self.method, self.group)) if self.group else 1
+
+    @property
+    @abstractmethod
+    def experience_rows(self) -> int:
+        """Rows of experience that one collection makes, at most, over all processes."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the algorithm compares with a reference.
+
+        It is a frozen copy of the model as it was before the first update, unless the user chooses another model.
+        """
+        return False
+
+    @property
+    def reference_makes_experience(self) -> bool:
+        """Whether `make_experience` runs the reference and no other model, and nothing else asks the reference.
+
+        Experience of a dataset is then made when the first pass comes to its rows, with weights that have moved, unless
+        `prepare_experience` is overridden. On an accelerator, the weights of the reference are moved to the CPU in
+        between; later reads move them back.
+        """
+        return False
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the algorithm chooses what it trains on, so that the loop calls `keep`.
+
+        By default, whether it overrides `keep`. An algorithm that does so with some of its settings only overrides this
+        too.
+        """
+        return overridden(self.keep, BaseRLTrainer.keep)
 
     @classmethod
     def inputs_for(cls, method: M) -> tuple[str, ...]:  # noqa: ARG003  (for those that override it)
@@ -214,6 +249,25 @@ class BaseRLTrainer(ABC, Generic[M]):
         """
 
     # ------------------------------------------------------------------------------------------------ optional methods
+
+    def through_trunk(self, batch: B) -> B:
+        """Return a batch of an offline collection with what frozen layers make of it, if that is kept.
+
+        The loop calls it on what `make_experience` returns.
+        """
+        return batch
+
+    def keep(self, rollouts: Rollouts, scores: Tensor) -> Tensor:
+        """Return which responses to train on, bool [B]; a group is kept whole or not at all.
+
+        If an algorithm overrides it, the loop samples further prompts until the collection is full of responses that
+        are kept, or `rollout.max_refills` is reached. It is called before any experience is made, and runs no model.
+
+        Args:
+            rollouts: responses, those to one prompt adjacent.
+            scores: their scores [B], or [B, T] for rewards per token.
+        """
+        return torch.ones(len(rollouts), dtype=torch.bool, device=scores.device)
 
     def prepare_experience(self, experience: Any) -> Batch:
         """Prepare a whole collection before the first pass over it: whitening, controllers, statistics."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,24 +13,18 @@ from trainkit.config import SamplingConfig
 from trainkit.data import Rollouts, Row
 from trainkit.errors import ConfigError, RewardError, describe
 from trainkit.functional import per_response
-from trainkit.rollouts import RewardFn, score
 from trainkit.seeding import PLACE
 
-if TYPE_CHECKING:
-    from trainkit.trainer.accelerate import AccelerateRLTrainer
 
-    Trainer = AccelerateRLTrainer[Any]
-
-
-def check_best(trainer: Trainer, n: Any, keep: Any, reward_fn: Any, settings: SamplingConfig) -> None:
-    """Raise a `ConfigError` unless ``keep`` of ``n`` responses can be chosen by their scores."""
+def check_best(n: Any, keep: Any, reward_fn: Any, settings: SamplingConfig, *, scored: bool) -> None:
+    """Raise a `ConfigError` unless ``keep`` of ``n`` responses can be chosen; ``scored``: the run has rewards."""
     for name, value, most in (("n", n, None), ("keep", keep, n)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1 or (most is not None and value > most):
             allowed = "of at least 1" if most is None else f"from 1 to n, which is {most}"
             raise ConfigError(f"best-of-n sampling: {name} is {describe(value)}; give an integer {allowed}")
     if reward_fn is not None and not callable(reward_fn):
         raise ConfigError(f"reward_fn should be a function; given {describe(reward_fn)}")
-    if reward_fn is None and not trainer.scores_samples:
+    if reward_fn is None and not scored:
         raise ConfigError("best-of-n sampling needs scores, and the run has no reward function; give reward_fn")
     if n > 1 and (settings.temperature == 0 or settings.top_k == 1):
         field = "temperature is 0" if settings.temperature == 0 else "top_k is 1"
@@ -41,43 +35,34 @@ def check_best(trainer: Trainer, n: Any, keep: Any, reward_fn: Any, settings: Sa
 
 
 def choose_best(
-    trainer: Trainer,
     rows: Sequence[Row],
-    settings: SamplingConfig,
     seeds: Sequence[int],
     n: int,
     keep: int,
-    reward_fn: RewardFn | None,
+    size: int,
+    sample: Callable[[Sequence[Row], Sequence[int]], Rollouts],
+    score: Callable[[Rollouts], Tensor],
 ) -> tuple[Rollouts, Tensor]:
     """Sample a response to each row [B·n], or play an episode; return the best of each n, and their scores [B·keep].
 
     Rows of one prompt are adjacent. The best is the first, and of equal scores that of the response that was sampled
-    first. `rollout.batch_size` responses are sampled and scored at a time.
+    first. ``size`` responses are sampled and scored at a time; scores [b, T] of tokens are summed.
 
     Raises:
         RewardError: as `trainkit.rollouts.score`; or a score is not finite.
     """
-    size, parts, scores = trainer.config.rollout.batch_size, list[Rollouts](), list[Tensor]()
+    parts, scores = list[Rollouts](), list[Tensor]()
     for start in range(0, len(rows), size):
         part = slice(start, start + size)
-        rollouts = trainer.sampling.sample(list(rows[part]), settings, "generate", seeds[part])
-        scores.append(_finite(_scores(trainer, rollouts, reward_fn)))
+        rollouts = sample(rows[part], seeds[part])
+        scores.append(_finite(per_response(score(rollouts))))
         parts.append(replace(rollouts, hidden=None))  # D numbers a token, of responses that are mostly not returned
     whole = torch.cat(scores)
     ranks = whole.view(-1, n).sort(dim=1, descending=True, stable=True).indices[:, :keep]
     chosen = (ranks + torch.arange(0, len(whole), n, device=ranks.device).unsqueeze(1)).flatten()
     best = Rollouts.cat(parts).select(chosen.tolist())
-    own = [{name: value for name, value in row.items() if name != PLACE} for row in best.rows]
-    return replace(best, rows=own), whole[chosen]
-
-
-def _scores(trainer: Trainer, rollouts: Rollouts, reward_fn: RewardFn | None) -> Tensor:
-    """Return the scores [B] by ``reward_fn``, or those of the run; rewards per token are summed."""
-    if reward_fn is None:
-        return per_response(trainer.score(rollouts))
-    numbered = replace(rollouts, rows=[trainer.text.numbered(row) for row in rollouts.rows])
-    found = score(reward_fn, numbered, trainer.tokenizer, trainer.config.reward, step=trainer.progress.step)
-    return per_response(found).to(trainer.accelerator.device)
+    rows_of_best = [{name: value for name, value in row.items() if name != PLACE} for row in best.rows]
+    return replace(best, rows=rows_of_best), whole[chosen]
 
 
 def _finite(scores: Tensor) -> Tensor:

@@ -20,13 +20,11 @@ from trainkit.data import Rollouts
 from trainkit.errors import DataError, PluginError, describe
 from trainkit.functional import place_scores
 from trainkit.seeding import PLACE
-from trainkit.trainer.scoring import Scored, clipped, count, scored, usable
+from trainkit.trainer.base import BaseRLTrainer
+from trainkit.trainer.collection import Collection
 
 if TYPE_CHECKING:
-    from trainkit.trainer.accelerate import AccelerateRLTrainer
-    from trainkit.trainer.collecting import Collection
-
-    Trainer = AccelerateRLTrainer[Any]
+    from trainkit.trainer.collect import RolloutCollector
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +38,7 @@ class Group:
     scores: Tensor
 
 
-def sampled(trainer: Trainer, collection: Collection) -> Iterator[tuple[Rollouts, Tensor]]:
+def sampled(collector: RolloutCollector, collection: Collection) -> Iterator[tuple[Rollouts, Tensor]]:
     """Sample until the collection is full of kept groups; yield this process's rollouts with their scores, in parts.
 
     Every round samples as many prompts as groups are missing, in the order of the stream. Therefore the groups of a
@@ -51,61 +49,59 @@ def sampled(trainer: Trainer, collection: Collection) -> Iterator[tuple[Rollouts
         DataError: no group was kept in any round, and some had usable scores.
         PluginError: `keep` returned something else than a bool per response, or cut a group.
     """
-    need, total, found = trainer.collection_rows, 0, list[Group]()
-    for _ in range(trainer.config.rollout.max_refills + 1 if trainer.keeps else 1):
+    algorithm, config, parallel = collector.algorithm, collector.config, collector.parallel
+    need, total, groups = collector.plan.collection_rows, 0, list[Group]()
+    for _ in range(config.rollout.max_refills + 1 if algorithm.keeps else 1):
         missing = need - total
-        found += _kept_of(trainer, collection, missing)
+        groups += _kept_of(collector, collection, missing)
         collection.taken += missing
-        total = sum(trainer.gather([len(found)]))
+        total = sum(parallel.gather([len(groups)]))
         if total == need:
             break
-    dropped = _count_dropped(trainer, collection) // trainer.samples_per_prompt
-    mine = _dealt(trainer, found, collection.taken, dropped)
+    dropped = collector.scoring.drop_unusable(collection) // algorithm.samples_per_prompt
+    mine = _dealt(collector, groups, collection.taken, dropped)
     collection.prompts = len(mine)
-    if trainer.keeps and total < need and trainer.parallel.is_main:
+    if algorithm.keeps and total < need and parallel.is_main:
         log.warning(
             "step %d: %s trains on %d of %d prompts sampled within rollout.max_refills %d, and %d were wanted; it goes "
             "on with %d",
-            trainer.progress.step,
-            trainer.config.method.name,
+            collector.progress.step,
+            config.method.name,
             total,
             collection.taken,
-            trainer.config.rollout.max_refills,
+            config.rollout.max_refills,
             need,
-            total - total % trainer.parallel.world,
+            total - total % parallel.world,
         )
     collection.rollouts.clear()  # of the groups that are not kept
-    per_part = max(trainer.config.rollout.batch_size // trainer.samples_per_prompt, 1)
+    per_part = max(config.rollout.batch_size // algorithm.samples_per_prompt, 1)
     for start in range(0, len(mine), per_part):
         rollouts, scores = joined(mine[start : start + per_part])
         collection.rollouts.append(replace(rollouts, hidden=None))
         yield rollouts, scores
 
 
-def _kept_of(trainer: Trainer, collection: Collection, count: int) -> list[Group]:
+def _kept_of(collector: RolloutCollector, collection: Collection, count: int) -> list[Group]:
     """Sample and score responses to ``count`` prompts of the stream, and return this process's groups that are kept."""
-    assert trainer.pipeline is not None
-    world, k, start = trainer.parallel.world, trainer.samples_per_prompt, collection.cursor
-    taken = trainer.pipeline.take(start + collection.taken, count, rank=trainer.parallel.rank, world=world)
-    per_part = max(trainer.config.rollout.batch_size // k, 1)
-    count = math.ceil(math.ceil(count / world) / per_part)  # equally many on all processes
+    pipeline, parallel, k = collector.run.pipeline, collector.parallel, collector.algorithm.samples_per_prompt
+    assert pipeline is not None
+    taken = pipeline.take(collection.cursor + collection.taken, count, rank=parallel.rank, world=parallel.world)
+    per_part = max(collector.config.rollout.batch_size // k, 1)
+    count = math.ceil(math.ceil(count / parallel.world) / per_part)  # equally many on all processes
     parts = [[row for row in taken[part * per_part : (part + 1) * per_part] for _ in range(k)] for part in range(count)]
-    found: Iterable[Scored] = scored(trainer, parts)
-    if trainer.config.reward.on_nonfinite == "clip":
-        found = clipped(trainer, list(found))
-    return [group for rollouts, scores in found for group in _kept(trainer, collection, rollouts, scores)]
+    return [group for scored in collector.scored(parts) for group in _kept(collector, collection, *scored)]
 
 
-def _kept(trainer: Trainer, collection: Collection, rollouts: Rollouts, scores: Tensor) -> list[Group]:
+def _kept(collector: RolloutCollector, collection: Collection, rollouts: Rollouts, scores: Tensor) -> list[Group]:
     """Return the groups with usable scores that the algorithm keeps."""
-    k, kept = trainer.samples_per_prompt, usable(scores, trainer.samples_per_prompt)
+    algorithm, k, kept = collector.algorithm, collector.algorithm.samples_per_prompt, collector.scoring.usable(scores)
     collection.dropped += len(kept) - int(kept.sum())
-    if trainer.keeps:
+    if algorithm.keeps:
         rows = kept.nonzero().flatten()
         some = (rollouts, scores) if len(rows) == len(kept) else (rollouts.select(rows.tolist()), scores[rows])
         if len(rows):
-            kept[rows] = _checked(trainer, trainer.keep(*some), len(rows)).to(kept.device)
-        trainer.record({"rollout/kept": m.Mean.of(kept)})
+            kept[rows] = _checked(algorithm, algorithm.keep(*some), len(rows)).to(kept.device)
+        collector.recorder.record({"rollout/kept": m.Mean.of(kept)})
     starts = [start for start in range(0, len(rollouts), k) if kept[start]]
     return [
         Group(rollouts.rows[start][PLACE].position, rollouts.select(range(start, start + k)), scores[start : start + k])
@@ -113,29 +109,8 @@ def _kept(trainer: Trainer, collection: Collection, rollouts: Rollouts, scores: 
     ]
 
 
-def _count_dropped(trainer: Trainer, collection: Collection) -> int:
-    """Return and record how many responses of all processes have no usable score; log it the first time."""
-    if trainer.config.reward.on_nonfinite != "drop_row":
-        return 0
-    k = trainer.samples_per_prompt
-    collection.scores = [scores[usable(scores, k)] for scores in collection.scores]
-    count(trainer, "reward/dropped", collection.dropped)
-    dropped = sum(trainer.gather([collection.dropped]))
-    if dropped and not trainer._warned_of_drops and trainer.parallel.is_main:
-        trainer._warned_of_drops = True
-        log.warning(
-            "step %d: %d of %d responses are dropped, because %s not finite. Further ones are not logged: the metric "
-            "reward/dropped is their number in a collection",
-            trainer.progress.step,
-            dropped,
-            collection.taken * k,
-            "their scores are" if k == 1 else f"a score of the {k} responses to their prompt is",
-        )
-    return dropped
-
-
-def _checked(trainer: Trainer, kept: Any, count: int) -> Tensor:
-    name, k = type(trainer).__qualname__, trainer.samples_per_prompt
+def _checked(algorithm: BaseRLTrainer[Any], kept: Any, count: int) -> Tensor:
+    name, k = type(algorithm).__qualname__, algorithm.samples_per_prompt
     if not isinstance(kept, Tensor) or kept.dtype != torch.bool or kept.shape != (count,):
         given = f"a {kept.dtype} tensor of shape {tuple(kept.shape)}" if isinstance(kept, Tensor) else describe(kept)
         raise PluginError(f"{name}.keep returned {given}; return a bool tensor of shape ({count},), one per response")
@@ -148,29 +123,29 @@ def _checked(trainer: Trainer, kept: Any, count: int) -> Tensor:
     return kept
 
 
-def _dealt(trainer: Trainer, found: list[Group], taken: int, dropped: int) -> list[Group]:
+def _dealt(collector: RolloutCollector, groups: list[Group], taken: int, dropped: int) -> list[Group]:
     """Distribute the groups so that process r of W has groups r, r + W, ... in the order of the stream.
 
     If their number is not a multiple of W, the last ones are dropped. ``dropped`` of ``taken`` groups had no usable
     score; if that leaves too few, there is none.
     """
-    world, rank = trainer.parallel.world, trainer.parallel.rank
-    order = sorted(trainer.gather([group.position for group in found]))
-    if len(order) < world and (dropped == taken or not trainer.keeps):
+    parallel, world, rank = collector.parallel, collector.parallel.world, collector.parallel.rank
+    order = sorted(parallel.gather([group.position for group in groups]))
+    if len(order) < world and (dropped == taken or not collector.algorithm.keeps):
         return []
     if len(order) < world:
         raise DataError(
-            f"{trainer.config.method.name!r} trains on {len(order)} of {taken} prompts sampled in "
-            f"{trainer.config.rollout.max_refills + 1} rounds, which leaves nothing to train on"
+            f"{collector.config.method.name!r} trains on {len(order)} of {taken} prompts sampled in "
+            f"{collector.config.rollout.max_refills + 1} rounds, which leaves nothing to train on"
             f"{'' if world == 1 else f' for {world} processes'}; raise "
             "rollout.max_refills, or look at the rewards: all responses to a prompt may be equally good"
         )
     owner = {position: index % world for index, position in enumerate(order[: len(order) - len(order) % world])}
-    moved = [group for group in found if owner.get(group.position, rank) != rank]
-    arrived = [group for group in trainer.gather(moved) if owner[group.position] == rank] if world > 1 else []
-    device = trainer.accelerator.device
+    moved = [group for group in groups if owner.get(group.position, rank) != rank]
+    arrived = [group for group in parallel.gather(moved) if owner[group.position] == rank] if world > 1 else []
+    device = parallel.device
     arrived = [Group(g.position, g.rollouts.to(device), g.scores.to(device)) for g in arrived]
-    mine = [group for group in found if owner.get(group.position) == rank]
+    mine = [group for group in groups if owner.get(group.position) == rank]
     return sorted([*mine, *arrived], key=lambda group: group.position)
 
 

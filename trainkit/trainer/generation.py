@@ -29,9 +29,9 @@ def settings(config: TRLConfig[Any], overrides: Mapping[str, Any]) -> SamplingCo
         ConfigError: a setting does not exist, or its value is not allowed.
     """
     kind: type[SamplingConfig] = config.method.sampling
-    given = {name: getattr(config.rollout, name) for name in SamplingConfig.model_fields}
+    defaults = {name: getattr(config.rollout, name) for name in SamplingConfig.model_fields}
     try:
-        return kind(**{**given, **overrides})
+        return kind(**{**defaults, **overrides})
     except ValidationError as error:
         faults = "; ".join(
             f"{'.'.join(map(str, f['loc']))}: {f['msg'].removeprefix('Input ')} (given {describe(f['input'])})"
@@ -86,26 +86,26 @@ def _refuse_padding(input_ids: Tensor, pad: int) -> None:
         )
 
 
-def checked_sampler(made: Any, vocabulary: int) -> Sampler:
+def checked_sampler(sampled_by: Any, vocabulary: int) -> Sampler:
     """Wrap what a hook's ``make_sampler`` returned in a sampler that checks its rollouts: ids are < ``vocabulary``.
 
     Raises:
         PluginError: it cannot be called. The wrapper raises one if the rollouts are not those that were asked for.
     """
-    if not callable(made):
+    if not callable(sampled_by):
         raise PluginError(
-            f"make_sampler returned {describe(made)}, which cannot be called; return a function (rows, queries, "
+            f"make_sampler returned {describe(sampled_by)}, which cannot be called; return a function (rows, queries, "
             "settings, seeds, purpose) -> Rollouts, or None to leave sampling to trainkit"
         )
 
     def sampler(
         rows: list[Row], queries: list[list[int]], settings: SamplingConfig, seeds: Sequence[int], purpose: Purpose
     ) -> Rollouts:
-        rollouts: Rollouts = made(rows, queries, settings, seeds, purpose)
+        rollouts: Rollouts = sampled_by(rows, queries, settings, seeds, purpose)
         if fault := _fault(rollouts, queries, vocabulary):
             raise PluginError(
-                f"the sampler {describe(made)} of a make_sampler hook was asked for {len(queries)} responses, and "
-                f"{fault}; trainkit.rollouts.sampler.assemble makes rollouts from token ids"
+                f"the sampler {describe(sampled_by)} of a make_sampler hook was asked for {len(queries)} "
+                f"responses, and {fault}; trainkit.rollouts.sampler.assemble makes rollouts from token ids"
             )
         return rollouts
 
@@ -146,12 +146,12 @@ def step_arguments(
         TypeError: the number of arguments is that of neither form.
         DataError: what is given cannot be trained on.
     """
-    given = bool(arguments) and isinstance(arguments[0], Rollouts)
+    sampled = bool(arguments) and isinstance(arguments[0], Rollouts)
     masks = [] if response_masks is None else [response_masks]
-    if len(arguments) + len(masks) not in ((2,) if given else (3, 4)) or (given and masks):
+    if len(arguments) + len(masks) not in ((2,) if sampled else (3, 4)) or (sampled and masks):
         first = f"of which the first is {describe(arguments[0])}" if arguments else "and needs two at least"
         raise TypeError(f"step() got {len(arguments) + len(masks)} arguments, {first}; call {STEP_FORMS}")
-    if not given:
+    if not sampled:
         queries, responses, scores, mask = (*arguments, *masks, None)[:4]
         if mask is None and getattr(trainer, "environment", None) is not None:
             raise DataError(
@@ -244,13 +244,13 @@ def _paired(masks: Sequence[Any], ids: list[list[int]]) -> Iterator[tuple[int, t
 
 def _mask(mask: Any, ids: list[int], index: int) -> list[bool]:
     """Return a response mask as a list; at least one token was sampled."""
-    found = mask.tolist() if isinstance(mask, Tensor) else list(mask)
-    if len(found) != len(ids) or not all(value in (0, 1) for value in found) or not any(found):
+    values = mask.tolist() if isinstance(mask, Tensor) else list(mask)
+    if len(values) != len(ids) or not all(value in (0, 1) for value in values) or not any(values):
         raise DataError(
             f"response mask {index} is {describe(mask)} for a response of {len(ids)} tokens; give True or False for "
             "each, True for at least one"
         )
-    return [bool(value) for value in found]
+    return [bool(value) for value in values]
 
 
 def _check_groups(trainer: AccelerateRLTrainer[Any], prompts: list[list[int]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,21 +12,20 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from trainkit.config import MethodConfig, ModelConfig, SamplingConfig, TRLConfig
-from trainkit.data import Batch, PromptEncoder, Row, prompt_rows, written_prompts
-from trainkit.errors import ConfigError, DataError
+from trainkit.data import Batch, Row, prompt_rows, written_prompts
+from trainkit.errors import ConfigError
 from trainkit.metrics import Metrics
 from trainkit.models import context_length
 from trainkit.models.adapters import has_score_head
 from trainkit.models.loading import is_classifier, load_model_config
 from trainkit.plugins import get_trainer, register_trainer
 from trainkit.rollouts import Record as Measured
-from trainkit.rollouts import cut_at_stop, decode
 from trainkit.runs import Record
 from trainkit.runs.exports import Source, find_model
 from trainkit.runs.student import quantile
-from trainkit.seeding import derive_seed, placed, turn_seed
+from trainkit.seeding import placed, turn_seed
 from trainkit.trainer.accelerate import AccelerateRLTrainer
-from trainkit.trainer.best import check_best, choose_best
+from trainkit.trainer.best import check_best
 
 NAME = "_trying"
 """The registered name of the trainer for models without a run; the underscore excludes it from listings."""
@@ -93,8 +92,8 @@ class Tried:
         config = getattr(self.trainer.unwrapped.model, "generation_config", None)
         if self.source.run is not None or not getattr(config, "do_sample", None):
             return {}
-        found = {name: getattr(config, name, None) for name in ITS_OWN}
-        return {name: value for name, value in found.items() if value is not None}
+        settings = {name: getattr(config, name, None) for name in ITS_OWN}
+        return {name: value for name, value in settings.items() if value is not None}
 
 
 def load(
@@ -155,10 +154,10 @@ def load(
 IMAGES = "Load it with diffusers: DiffusionPipeline.from_pretrained(path)(prompt).images"
 
 
-def _scores(given: str) -> str:
+def _scores(name: str) -> str:
     """Return what can be done with a model that scores text."""
     return (
-        f"{given!r} is a reward model, which scores text and writes none. Score text with "
+        f"{name!r} is a reward model, which scores text and writes none. Score text with "
         "trainkit.RewardModel.from_pretrained(path), give that as reward_fn in training, or evaluate the model on "
         "eval_samples"
     )
@@ -277,16 +276,18 @@ def respond(
     """
     trainer, settings = tried.trainer, tried.settings
     if best_of is not None:
-        check_best(trainer, best_of, samples_per_prompt, None, settings)
-    given = prompt_rows(prompts)
-    rows = placed(written_prompts(given, trainer.tokenizer))
+        check_best(best_of, samples_per_prompt, None, settings, scored=trainer.scoring.available)
+    asked = prompt_rows(prompts)
+    rows = placed(written_prompts(asked, trainer.tokenizer))
     queries = [trainer.text.encode(row["prompt"], f"prompt {index}") for index, row in enumerate(rows)]
     repeated = [index for index in range(len(rows)) for _ in range(best_of or samples_per_prompt)]
-    own = trainer.sampling.seeds([rows[index] for index in repeated], "generate")
-    size, seeds = trainer.config.rollout.batch_size, [turn_seed(seed, 0) for seed in own]
+    row_seeds = trainer.sampling.seeds([rows[index] for index in repeated], "generate")
+    size, seeds = trainer.config.rollout.batch_size, [turn_seed(seed, 0) for seed in row_seeds]
     with trainer.sampling.ready():
         if best_of is not None:
-            yield from _best(tried, given, [rows[index] for index in repeated], own, best_of, samples_per_prompt, first)
+            yield from _best(
+                tried, asked, [rows[index] for index in repeated], row_seeds, best_of, samples_per_prompt, first
+            )
             return
         for start in range(first, len(repeated), size):
             part = repeated[start : start + size]
@@ -298,22 +299,22 @@ def respond(
                 seeds[start : start + size],
             )
             for index, output, ended in zip(part, rollouts.outputs, rollouts.terminated.tolist(), strict=True):
-                yield Response(given[index], output, "stop" if ended else "length")
+                yield Response(asked[index], output, "stop" if ended else "length")
 
 
 def _best(
-    tried: Tried, given: list[Row], rows: list[Row], seeds: list[int], n: int, keep: int, first: int
+    tried: Tried, asked: list[Row], rows: list[Row], seeds: list[int], n: int, keep: int, first: int
 ) -> Iterator[Response]:
-    """Yield the ``keep`` best of ``n`` responses to each prompt of ``given``; ``rows`` has each of them n times."""
+    """Yield the ``keep`` best of ``n`` responses to each prompt of ``asked``; ``rows`` has each of them n times."""
     trainer = tried.trainer
     together = max(trainer.config.rollout.batch_size // n, 1)  # prompts; none has responses in two parts
-    for start in range(first // keep, len(given), together):
+    for start in range(first // keep, len(asked), together):
         part = slice(start * n, (start + together) * n)
-        rollouts, scores = choose_best(trainer, rows[part], tried.settings, seeds[part], n, keep, None)
-        found = zip(rollouts.outputs, rollouts.terminated.tolist(), scores.tolist(), strict=True)
-        for at, (output, ended, score) in enumerate(found, start * keep):
-            if at >= first:
-                yield Response(given[at // keep], output, "stop" if ended else "length", score)
+        rollouts, scores = trainer.responder.best(rows[part], tried.settings, seeds[part], n, keep)
+        responses = zip(rollouts.outputs, rollouts.terminated.tolist(), scores.tolist(), strict=True)
+        for index, (output, ended, score) in enumerate(responses, start * keep):
+            if index >= first:
+                yield Response(asked[index // keep], output, "stop" if ended else "length", score)
 
 
 # ---------------------------------------------------------------------------------------------------------- evaluation
@@ -353,14 +354,15 @@ class Evaluated:
     @property
     def means(self) -> dict[str, Estimate]:
         """The means of the numbers that each response has, by name and swept setting; those of one reward first."""
-        found: dict[str, list[float]] = {}
+        values_of: dict[str, list[float]] = {}
         for record in self.records:
             suffix = f"@{record['setting']}" if "setting" in record else ""
             for name, value in record.items():
                 if isinstance(value, int | float):
-                    found.setdefault(name + suffix, []).append(float(value))
+                    values_of.setdefault(name + suffix, []).append(float(value))
         return {
-            name: Estimate.of(found[name]) for name in sorted(found, key=lambda name: not name.startswith("reward"))
+            name: Estimate.of(values_of[name])
+            for name in sorted(values_of, key=lambda name: not name.startswith("reward"))
         }
 
     def ranked(self) -> list[Measured]:
@@ -382,136 +384,3 @@ def evaluate(tried: Tried, prompts: Sequence[Any]) -> Evaluated:
     trainer.add_eval_pipeline(prompts)
     with trainer.sampling.ready():
         return Evaluated(*trainer.evaluation())
-
-
-# -------------------------------------------------------------------------------------------------------- conversation
-
-
-class Conversation:
-    """A conversation with a model, whose answers are told while they are written.
-
-    Without a chat template, every message is text that the model continues, and nothing is remembered.
-
-    Args:
-        tried: the model.
-        system: the system prompt.
-
-    Raises:
-        ConfigError: there is a system prompt, and no chat template to write it with.
-    """
-
-    def __init__(self, tried: Tried, system: str | None = None) -> None:
-        self.tried, self.turn = tried, 0
-        self.dropped = 0
-        """Messages that the last answer did not read, because the context had no room for them."""
-        self.messages: list[dict[str, str]] = []
-        self.begin(system)
-
-    @property
-    def has_template(self) -> bool:
-        """Whether the tokenizer has a chat template."""
-        return getattr(self.tried.trainer.tokenizer, "chat_template", None) is not None
-
-    def begin(self, system: str | None) -> None:
-        """Forget all messages, and begin with a system prompt; None or empty text: with none."""
-        if system and not self.has_template:
-            raise ConfigError(
-                f"the tokenizer of {self.tried.source.model!r} has no chat template, so there is no place for a system "
-                "prompt; write it at the beginning of the text"
-            )
-        self.system, self.messages = system or None, []
-        self.last: str | None = None
-
-    def again(self, tell: Callable[[str], None]) -> str:
-        """Return another answer to the last message, which is remembered instead of the first.
-
-        Raises:
-            ConfigError: there is no message yet.
-        """
-        if self.last is None:
-            raise ConfigError("there is no message yet that could be answered again; write one")
-        del self.messages[-2:]
-        return self.answer(self.last, tell)
-
-    def answer(self, message: str, tell: Callable[[str], None]) -> str:
-        """Return the answer to a message, which is remembered; ``tell`` gets its text, piece after piece.
-
-        If ``tell`` or the sampler is interrupted (KeyboardInterrupt), the answer is what has been told.
-
-        Raises:
-            DataError: the message has no tokens, or too many for the context; it is not remembered.
-        """
-        trainer, settings = self.tried.trainer, self.tried.settings
-        messages = [*self.messages, {"role": "user", "content": message}]
-        query = self._fitting(messages, settings.max_new_tokens)
-        self.last = message
-        told = _Told(trainer.tokenizer, settings.stop_sequences, trainer.config.rollout.skip_special_tokens, tell)
-        seed, self.turn = derive_seed(trainer.config.train.seed, "chat", self.turn), self.turn + 1
-        sampler: Any = trainer.core_sampler()
-        trainer.unwrapped.eval()
-        try:
-            with trainer.accelerator.autocast():
-                sampler.generate([query], settings, [seed], watch=lambda _, tokens: told.add(tokens.tolist()))
-            told.end()
-        except KeyboardInterrupt:
-            pass  # the answer is what has been told
-        if self.has_template:
-            self.messages = [*messages, {"role": "assistant", "content": told.text}]
-        return told.text
-
-    def _fitting(self, messages: list[dict[str, str]], room: int) -> list[int]:
-        """Return the tokens of the newest messages that leave room for an answer; forget the others."""
-        self.dropped = 0
-        while True:
-            query = self._encode(messages)
-            if self.tried.trainer.text.fits(len(query), room):
-                return query
-            if len(messages) < 3:
-                what, limit = self.tried.trainer.text.what_fits, len(query)
-                raise DataError(f"the message has {limit} tokens, and the answer may have {room}; {what}. {SHORTER}")
-            del messages[:2]
-            self.dropped += 2
-
-    def _encode(self, messages: list[dict[str, str]]) -> list[int]:
-        trainer = self.tried.trainer
-        prompt: Any = messages[-1]["content"]
-        if self.has_template:
-            first = [] if self.system is None else [{"role": "system", "content": self.system}]
-            [row] = written_prompts([{"prompt": [*first, *messages]}], trainer.tokenizer)
-            prompt = row["prompt"]
-        return PromptEncoder(trainer.tokenizer, None, ends=trainer.text.is_encoder_decoder)(prompt, "the message")
-
-
-SHORTER = "Shorten the message, or lower --max-new-tokens"
-
-
-class _Told:
-    """The text of an answer, told as far as later tokens cannot change it."""
-
-    def __init__(self, tokenizer: Any, stops: list[str], skip: bool, tell: Callable[[str], None]) -> None:
-        self.tokenizer, self.stops, self.skip, self.tell = tokenizer, stops, skip, tell
-        self.ids: list[int] = []
-        self.text = ""
-
-    def add(self, ids: list[int]) -> None:
-        """Take further tokens."""
-        self.ids += ids
-        text = self._whole()
-        kept = max((n for stop in self.stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
-        settled = text[: len(text) - kept].rstrip("\ufffd")  # the bytes of a character may be in several tokens
-        settled = settled.rstrip()  # which a stop string, or punctuation with some tokenizers, would remove
-        if settled.startswith(self.text):
-            self._tell(settled)
-
-    def end(self) -> None:
-        """Tell the rest."""
-        self._tell(self._whole())
-
-    def _whole(self) -> str:
-        [text] = decode(self.tokenizer, [self.ids], self.skip) or [""]
-        return cut_at_stop(text, self.stops)
-
-    def _tell(self, text: str) -> None:
-        new, self.text = text[len(self.text) :], text
-        if new:
-            self.tell(new)

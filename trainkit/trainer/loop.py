@@ -4,79 +4,322 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from functools import partial
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from trainkit import metrics as m
-from trainkit.config import MethodConfig
-from trainkit.data import Batch, Pipeline, RolloutStore, Row, shuffled
-from trainkit.errors import (
-    ConfigError,
-    DataError,
-    PluginError,
-    RewardError,
-)
-from trainkit.rollouts import name_of
-from trainkit.runs import hub, run, saving
-from trainkit.runs.stopping import Interrupted
-from trainkit.seeding import generator
-from trainkit.trainer import offloading
-from trainkit.trainer.base import BaseRLTrainer
-from trainkit.trainer.collecting import Collection
-from trainkit.trainer.evaluation import evaluate, evaluate_if
-from trainkit.trainer.inputs import TrainerInputs
-from trainkit.trainer.minibatches import Layout, minibatches
-from trainkit.trainer.returns import checked_batch
+from trainkit.config import MethodConfig, TRLConfig
+from trainkit.data import Batch, Pipeline, Prompts, Row, Stream, is_stream, prompt_rows
+from trainkit.data.columns import without
+from trainkit.data.pipeline import EqualSidesError
+from trainkit.errors import ConfigError, DataError, describe
+from trainkit.models.backend import use_fast_and_exact_kernels
+from trainkit.models.fitting import RowLimit
+from trainkit.plugins import get_trainer, hook_manager
+from trainkit.plugins.discovery import is_installed
+from trainkit.plugins.hooks import name_of
+from trainkit.plugins.registry import is_tracker
+from trainkit.runs import Record, hub, run, saving
+from trainkit.runs.health import Health
+from trainkit.runs.history import History, overview
+from trainkit.runs.identity import Identity
+from trainkit.runs.parallel import Parallel
+from trainkit.runs.progress import Progress
+from trainkit.runs.view import RunState
+from trainkit.trainer import offloading, optim
+from trainkit.trainer.base import BaseRLTrainer, overridden
+from trainkit.trainer.collect import Collector
+from trainkit.trainer.evaluate import Evaluator
+from trainkit.trainer.launch import default_precision, make_accelerator
+from trainkit.trainer.minibatches import LastStep
+from trainkit.trainer.models import Models
+from trainkit.trainer.plan import Plan
+from trainkit.trainer.recording import Recorder
+from trainkit.trainer.returns import checked_batch, checked_metrics
+from trainkit.trainer.settings import check_run, without_disabled_plugins
+from trainkit.trainer.sharding import Sharding, make_sharding
+from trainkit.trainer.update import Updater
 
 M = TypeVar("M", bound=MethodConfig)
 B = TypeVar("B", bound=Batch)
 T = TypeVar("T")
-R = TypeVar("R")
 
 log = logging.getLogger(__name__)
 
-MAX_EMPTY_COLLECTIONS = 3
-"""Collections in a row without a usable score, with which a run ends."""
 
-
-class AcceleratedLoop(TrainerInputs[M]):
+class AcceleratedLoop(BaseRLTrainer[M]):
     """The parts of training that depend neither on the algorithm nor on the kind of model.
 
     `AccelerateRLTrainer` adds what language models need. A trainer of other models derives from this class and
     implements `get_arch`, `make_experience`, `evaluation` and `write_model`, and those of `fit_prompts`,
     `read_samples` and `default_prompts` that it needs.
 
-    Construction is cheap: the model and the optimizer are made on first use, after the data have been checked.
+    A trainer is composed of parts: `plan`, `models`, `updater`, `collector` and `evaluator`, over `parallel`,
+    `progress` and `store`. Construction is cheap: the model and the optimizer are made on first use, after the data
+    have been checked.
 
     Args:
         config: the run's configuration.
         model: a live model, instead of ``config.model.model_path``; it is trained in place.
+        reference: a live model to compare with, instead of the trained model's start; it is frozen in place.
         callbacks: objects with ``@hookimpl`` methods.
         allow_drift: resume even if settings that affect training differ from those of the checkpoint.
+        optimizer: an optimizer, or a function that makes it, instead of that of the configuration.
+        scheduler: the same for the learning-rate schedule.
         **kwargs: those of `BaseRLTrainer`.
 
     Raises:
         ConfigError, PluginError: raised at construction, before a model is loaded.
     """
 
+    def __init__(
+        self,
+        config: TRLConfig[M],
+        *,
+        model: Any = None,
+        reference: Any = None,
+        callbacks: Iterable[object] = (),
+        allow_drift: bool = False,
+        optimizer: torch.optim.Optimizer | optim.MakeOptimizer | None = None,
+        scheduler: LRScheduler | optim.MakeScheduler | None = None,
+        **kwargs: Any,
+    ) -> None:
+        precision = config.train.mixed_precision or default_precision()
+        if config.train.mixed_precision is None and precision != "no":  # so that the run is resumed with it
+            config = config.evolve(train={"mixed_precision": precision})
+        super().__init__(config, **kwargs)
+        self.accelerator = make_accelerator(precision, config.train.timeout)
+        self.run_state = RunState(allow_drift=allow_drift)
+        """What the run keeps in this process besides its progress."""
+        sharding = make_sharding(config.train.sharding, self.accelerator)
+        self.parallel = Parallel(self.accelerator, self.run_state.stop, sharding)
+        """The processes of the run, and how they divide the model."""
+        self.config = config = without_disabled_plugins(self.config, logs=self.parallel.is_main)
+        use_fast_and_exact_kernels(self.parallel.device, precision)
+        self.sharding.check(config)
+        check_run(config)
+        if config.train.push_to_hub is not None and self.parallel.is_main:
+            hub.check(config.train.push_to_hub)
+        self.live_model = model
+        self.chosen_reference: Any = self._choose_reference(reference)
+        """The reference that the user chose, a model object or what names one; None: the model's start."""
+        own = self._own_plugin
+        trackers = [entry for entry in config.train.trackers if is_tracker(name_of(entry))]
+        others = [entry for entry in config.train.trackers if entry not in trackers]
+        self.hooks = hook_manager(
+            [*own, *config.plugins, *(trackers if self.parallel.is_main else [])],
+            [*callbacks, *run.trackers(others, self.accelerator)],
+        )
+        self.identity = Identity(self, [*own, *map(name_of, [*config.plugins, *trackers])])
+        """What the run is made of, and when it began."""
+        self.pipeline: Pipeline | Stream | None = None
+        self.eval_rows: list[Row] = []
+        self.eval_samples: list[Row] = []
+        self.run_dir: Path | None = None
+        self.progress = Progress()
+        self.plan = Plan(self, self.parallel, self.progress, lambda: self.pipeline)
+        """How many rows, collections and steps the run has."""
+        self.models = self._make_models(optimizer, scheduler)
+        """The policy, its reference and further frozen models, the optimizer and the schedule."""
+        self.recorder = Recorder()
+        """The metrics of the next line of the log."""
+        self.updater = Updater(
+            config.train, self, self.models, self.parallel, self.recorder, self.progress, self.inference
+        )
+        """What makes the optimizer steps."""
+        self.last_step = LastStep(self.progress, self.store, self.updater)
+        """The state after the last finished step, to which an error returns."""
+        self.health = Health(half_precision=precision != "no")
+        """What watches the metrics."""
+        self._make_parts()
+
+    def _make_models(self, optimizer: Any, scheduler: Any) -> Models:
+        size, alone = self.config.train.microbatch_size, self.parallel.world == 1
+        usual = alone and self.sharding.repeats and self.parallel.device.type != "cpu"
+        auto = size == "auto" or (size is None and usual)
+        return Models(
+            self.config,
+            self.parallel,
+            live=lambda: self.live_model,
+            row_limit=RowLimit(lambda: self.progress) if auto else None,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            make_policy=lambda config: self.get_arch(config),
+            finish=lambda policy: self._finish(policy),
+            make_reference=lambda policy: self._make_reference(policy),
+            before_dividing=lambda reference: self._before_dividing(reference),
+            copied=lambda: self._copies_model,
+            total_steps=lambda: self.total_steps,
+        )
+
+    def _make_parts(self) -> None:
+        """Make the parts that depend on the kind of model."""
+        self.collector = Collector(self, self, self.inference, self._before_offloading)
+        """What fills the store."""
+        self.evaluator = Evaluator(self, self, self.inference, self._sampling_model)
+        """What measures the model."""
+
+    def _before_offloading(self) -> None:
+        """Make what reads the reference later."""
+        self.evaluator.prepare_held_out()
+        self.identity.start  # noqa: B018  (checkpoints have its fingerprint, which reads all weights)
+
+    def _choose_reference(self, live: Any) -> Any:
+        """Return the live reference, or what the configuration names as the reference; None if neither is given.
+
+        Raises:
+            ConfigError: both are given, or one, and the algorithm has no reference that can be chosen.
+        """
+        path, name = self.config.model.reference_path, self.config.method.name
+        if live is not None and path is not None:
+            raise ConfigError(f"a reference is given, and model.reference_path is {path!r}; give one of the two")
+        chosen = path if live is None else live
+        if chosen is None:
+            return None
+        given = f"{'model.reference_path' if live is None else 'reference'} is given"
+        if not self.needs_reference:
+            raise ConfigError(f"{given}, and {name!r} with these settings compares with no reference; remove it")
+        if type(self)._load_reference is AcceleratedLoop._load_reference:
+            raise ConfigError(f"{given}, and {name!r} can only compare with the start of its model; remove it")
+        return chosen
+
+    @property
+    def _own_plugin(self) -> list[str]:
+        name = self.config.method.name
+        return [name] if get_trainer(name) is type(self) and is_installed(name, type(self).__module__) else []
+
+    # ----------------------------------------------------------------------------------------------------------- data
+
+    def add_prompt_pipeline(self, prompts: Pipeline | Prompts) -> None:
+        """Set the prompts to train on: a pipeline, or what `trainkit.train` takes. All are checked now."""
+        if not isinstance(prompts, Pipeline):
+            prompts = Pipeline(self.read_prompts(prompts), seed=self.config.train.seed)
+        self.pipeline = prompts
+
+    def add_samples(self, samples: Iterable[Any], rewards: Iterable[Any] | None = None) -> None:
+        """Set the samples to train on offline. All are checked now; samples of a stream are checked as they are read.
+
+        Raises:
+            DataError: one of them cannot be used.
+            ConfigError: ``samples`` is a stream, and the settings or other arguments need its length.
+        """
+        if is_stream(samples):
+            self.pipeline = self._as_stream(samples, rewards)
+        else:
+            self.pipeline = Pipeline(self.arrange(self.read_samples(samples, rewards)), seed=self.config.train.seed)
+
+    def _as_stream(self, samples: Iterable[Any], rewards: Any) -> Stream:
+        train = self.config.train
+        if rewards is not None or train.total_steps is None or train.epochs is not None:
+            raise ConfigError(
+                "samples is a stream, whose length is not known: set train.total_steps, omit train.epochs, and give "
+                "rewards within its rows, as the label of unpaired preference. If it is small enough to be read "
+                "before training, give list(samples)"
+            )
+
+        def read(rows: list[Any], first: int) -> list[Row]:
+            with suppress(EqualSidesError):  # it is logged; others follow
+                return self.arrange(self.read_samples(rows, first=first))
+            return []
+
+        plain = not overridden(self.arrange, AcceleratedLoop.arrange) and "pairs" not in self.inputs
+        stream = Stream(samples, read, one_to_one=plain)
+        stream.check()
+        return stream
+
+    def add_eval_pipeline(self, prompts: Prompts) -> None:
+        """Set the prompts of evaluations."""
+        self.eval_rows = self.read_prompts(prompts)
+
+    def add_eval_samples(self, samples: Iterable[Any], rewards: Iterable[Any] | None = None) -> None:
+        """Set held-out samples, on which evaluations measure the loss and the algorithm's other metrics."""
+        if self.online:
+            raise ConfigError(
+                f"eval_samples are measured by the loss, and {self.config.method.name!r} learns from what it samples "
+                "itself; give eval_prompts"
+            )
+        rows, world = self.read_samples(samples, rewards), self.parallel.world
+        if len(rows) < world:
+            raise DataError(f"there are {len(rows)} eval_samples for {world} processes; give at least one for each")
+        self.eval_samples, self.evaluator.held_out = rows, None
+
+    def read_prompts(self, prompts: Prompts) -> list[Row]:
+        """Return checked rows of ``prompts``."""
+        return self.fit_prompts(prompt_rows(without(prompts, self.config.data.ignore_columns)))
+
+    def fit_prompts(self, rows: list[Row]) -> list[Row]:
+        """Return the rows of prompts that can be used, after checking all of them."""
+        return rows
+
+    def arrange(self, rows: list[Row]) -> list[Row]:
+        """Return samples as the rows that are shuffled and trained on: unchanged, or several samples in one row."""
+        return rows
+
+    def read_samples(
+        self, samples: Iterable[Any], rewards: Iterable[Any] | None = None, *, first: int = 0
+    ) -> list[Row]:
+        """Return checked rows of the samples to learn from; errors number the samples from ``first``."""
+        raise NotImplementedError(f"{type(self).__name__} learns from {' and '.join(self.inputs)}, not from samples")
+
+    @classmethod
+    def check_samples(cls, rows: Sequence[Row], *, first: int = 0) -> None:
+        """Raise a `DataError` if the algorithm cannot learn from rows that `read_samples` has read.
+
+        Override it to check more than the format, such as columns that the algorithm reads. It is called for the rows
+        of a stream as they are read, and by ``trainkit data check``.
+
+        Args:
+            rows: samples, or pairs.
+            first: the index of the first row, for error messages.
+        """
+
+    def default_prompts(self) -> list[Any]:
+        """Return the prompts to train on if none are given.
+
+        Raises:
+            DataError: the trainer has no default prompts.
+        """
+        raise DataError(f"{self.config.method.name!r} needs prompts; give prompts")
+
+    @property
+    def _missing_inputs(self) -> list[str]:
+        """What is missing of what the algorithm learns from."""
+        data = [] if self.pipeline is not None else ["prompts" if self.online else "samples"]
+        return data + (["reward_fn"] if self.rewarded and self.reward_fn is None else [])
+
+    @property
+    def passes(self) -> int | None:
+        """How many times one collection of experience is iterated over; None: until the run ends."""
+        return 1 if self.online or isinstance(self.pipeline, Stream) else self.plan.epochs
+
+    @property
+    def collection_rows(self) -> int:
+        """Rows of the dataset that one collection uses, over all processes."""
+        return self.plan.collection_rows
+
+    @property
+    def experience_rows(self) -> int:
+        """Rows of experience that one collection makes, at most, over all processes."""
+        return self.collection_rows * self.samples_per_prompt
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run, if `Verdict.STOP` does not shorten a collection; 0: not known."""
+        return self.plan.total_steps
+
     @property
     def done(self) -> bool:
-        """Whether the run's steps are made, its epochs are used up, or `stop` has ended it.
+        """Whether the run's steps are made, its epochs are used up, or `stop` has ended it."""
+        return self.plan.done
 
-        If `judge` has skipped the rest of a collection, epochs have fewer steps.
-        """
-        at, rows = self.progress, self.rows_to_use
-        used_up = rows is not None and at.cursor + (at.taken if self._collection_used else 0) >= rows
-        return used_up or at.step >= self.total_steps or bool(at.stop_reason)
-
-    @property
-    def _collection_used(self) -> bool:
-        return self.progress.stopped or (self.passes is not None and self.progress.epoch >= self.passes)
+    # ------------------------------------------------------------------------------------------------------- training
 
     def learn(self) -> None:
         """Train until `done` or until `stop` is called, resuming from a checkpoint if the config says so.
@@ -88,350 +331,68 @@ class AcceleratedLoop(TrainerInputs[M]):
             CheckpointError: a checkpoint cannot be written, or cannot be resumed from with this config.
             SystemExit: 143, 130 or 129, after SIGTERM, SIGINT or SIGHUP and a checkpoint.
         """
-        missing = [] if self.pipeline is not None else ["prompts" if self.online else "samples"]
-        missing += self.missing_rewards
-        if missing:
+        if missing := self._missing_inputs:
             raise DataError(
                 f"{type(self).__name__} learns from {' and '.join(self.inputs)}; give {' and '.join(missing)}"
             )
         if self.config.train.save_best and not (self.eval_rows or self.eval_samples) and self.parallel.is_main:
             log.warning("train.save_best has no effect without evaluations; give eval_prompts or eval_samples")
         with run.running(self):
-            try:
-                self._learn()
-            except Interrupted:
-                self.back_to_last_step()
-                run.stop(self, run.requests(self)[0])
+            if not run.finished(self):
+                self._evaluate_at_start()
+                for batch in self.collector.minibatches():
+                    self._train_on(batch)
+                    if not self._observe():
+                        break
+                else:
+                    if self.progress.unusable:  # the last collections had no step, at whose end this would be done
+                        self.evaluator.evaluate_if(self.evaluator.missing)
+                        saving.save_if_due(self, self.done)
+                run.export(self)
         hub.push_at_end(self)
 
-    def _learn(self) -> None:
-        """Train and export, unless the run is finished."""
-        if run.finished(self):
-            return
+    def _evaluate_at_start(self) -> None:
+        """Evaluate before the first step, or after that of a checkpoint if an error had prevented it."""
         if self.progress.step == 0 and not self.total_steps and self.parallel.is_main:
             log.warning("train.total_steps is 0: nothing is trained, and the model is exported as it is")
-        evaluate_if(self, self._evaluation_missing)
-        for batch in self._minibatches():
-            self._train_on(batch)
-            evaluate_if(self, self._evaluation_due)
-            if run.ends_early(self):
-                evaluate_if(self, self.progress.evaluated != self.progress.step)
-            signum, saves = run.requests(self)
-            saving.save_if_due(self, self.done, asked=saves)
-            if self.done:
-                break
-            if signum:
-                run.stop(self, signum)
-        else:
-            if self.progress.unusable:  # the last collections had no step, at whose end this would be done
-                evaluate_if(self, self._evaluation_missing)
-                saving.save_if_due(self, self.done)
-        run.export(self)
+        self.evaluator.evaluate_if(self.evaluator.missing)
 
-    @property
-    def _evaluation_due(self) -> bool:
-        return self.done or _due(self.progress.step, self.config.train.eval_interval)
+    def _observe(self) -> bool:
+        """Evaluate and save after a step, if that is due; return whether the run goes on."""
+        self.evaluator.evaluate_if(self.evaluator.due)
+        if run.ends_early(self):
+            self.evaluator.evaluate_if(self.progress.evaluated != self.progress.step)
+        signum, saves = run.requests(self)
+        saving.save_if_due(self, self.done, asked=saves)
+        if signum and not self.done:
+            run.stop(self, signum)
+        return not self.done
 
-    @property
-    def _evaluation_missing(self) -> bool:
-        """Whether the evaluation of the last step was not made: before the first one, or because of an error."""
-        at = self.progress
-        return self.total_steps > 0 if at.step == 0 else self._evaluation_due and at.evaluated != at.step
+    def _train_on(self, batch: Batch) -> None:
+        started = time.perf_counter()
+        self.record(self.update(batch))
+        self.last_step.finish()
+        self.recorder.record_seconds("time/update", started)
+        self._log_step()
+        self.hooks.hook.on_step(trainer=self, step=self.progress.step)
 
-    @property
-    def missing_rewards(self) -> list[str]:
-        """What is missing for rewards, among reward_fn and environment."""
-        return ["reward_fn"] if self.rewarded and self.reward_fn is None else []
+    def _log_step(self) -> dict[str, float]:
+        """Log the metrics that were recorded since the last line of the log, and return them."""
+        now = time.perf_counter()
+        self.progress.seconds, self.run_state.clock = self.progress.seconds + now - self.run_state.clock, now
+        metrics = m.compute(self.recorder.take(), self.reduce)
+        if self.parallel.is_main:
+            self.hooks.hook.log_metrics(trainer=self, step=self.progress.step, metrics=dict(metrics))
+        run.report_findings(self, self.health.trained(metrics))
+        return metrics
 
     def begin(self) -> None:
         """Make the run directory or resume from a checkpoint, as `learn` does first; later calls have no effect."""
         run.begin(self)
 
-    def _minibatches(self) -> Iterator[Batch]:
-        """Yield the remaining minibatches of the run; `progress` counts a minibatch as made when it is yielded."""
-        at = self.progress
-        while not self.done:
-            if not len(self.store):
-                self.collect()
-            while len(self.store) and not self._collection_used:
-                yield from self._one_pass()
-            at.cursor += at.taken
-            self._next_collection()
-
-    def _next_collection(self) -> None:
-        at = self.progress
-        self.store.clear()
-        at.collection, at.epoch, at.position, at.stopped = at.collection + 1, 0, 0, False
-
-    def _one_pass(self) -> Iterator[Batch]:
-        at, train = self.progress, self.config.train
-        layout = self._layout()
-        rows, together = len(self.store) * layout.world, layout.each if self.group else 1
-        order = self._order(at.epoch, rows, together)
-        if self._collection.ordered:
-            order = self._order(0, rows).argsort()[order]
-        steps = order.split(train.batch_size)
-        for batch in minibatches(self.store, steps[at.position :], layout, self.gather):
-            if at.stopped:
-                return
-            self._warn_of_short_step(len(steps[at.position]), len(order))
-            self._mark()
-            at.samples += len(steps[at.position]) if self._in_steps and not at.epoch else 0
-            at.position += 1
-            if at.position == len(steps):
-                at.epoch, at.position = at.epoch + 1, 0
-            yield batch
-
-    def _order(self, epoch: int, rows: int, together: int = 1) -> Tensor:
-        """Return the order of the ``rows`` of the collection, over all processes, in one pass. [N]."""
-        draws = generator(self.config.train.seed, "order", self.progress.collection, epoch)
-        return shuffled(rows, draws, together=together)
-
-    def _warn_of_short_step(self, rows: int, total: int) -> None:
-        """Log, once, that a step has fewer rows than `train.batch_size`; ``total`` rows are in the collection."""
-        size = self.config.train.batch_size
-        if rows >= size or self._warned_of_short_step or not self.parallel.is_main:
-            return
-        self._warned_of_short_step = True
-        some = self.rows_vary or self._collection.dropped or total < self.experience_rows
-        collection = "a collection, as many as can be trained on" if some else "a collection (rollout.num_rollouts)"
-        log.warning(
-            "step %d is made with %d rows: train.batch_size, %d, does not divide the %d rows of %s",
-            self.progress.step + 1,
-            rows,
-            size,
-            total,
-            "the dataset" if self.collects_once else collection,
-        )
-
-    def _warn_of_repeated_rows(self) -> None:
-        """Log how many rows a collection uses beyond the epochs of the run."""
-        at, rows = self.progress, self.rows_to_use
-        if not isinstance(self.pipeline, Pipeline) or rows is None or not self.parallel.is_main:
-            return
-        if self.collects_once and at.taken > len(self.pipeline):
-            log.warning(
-                "%d of %d rows of the dataset are used twice in every epoch: %d processes need equally many",
-                at.taken - len(self.pipeline),
-                len(self.pipeline),
-                self.parallel.world,
-            )
-        elif at.cursor + at.taken > rows:
-            log.warning(
-                "%d of the %d prompts of the last collection are of a further epoch: collections of "
-                "rollout.num_rollouts do not divide the %d prompts of train.epochs",
-                at.cursor + at.taken - rows,
-                at.taken,
-                rows,
-            )
-
-    def _layout(self) -> Layout:
-        """Return which process holds which rows of the current collection.
-
-        Raises:
-            PluginError: processes have made different numbers of rows.
-        """
-        rows, world = len(self.store), self.parallel.world
-        counts = self.gather([rows])
-        if len(set(counts)) > 1:
-            raise PluginError(
-                f"{self.config.method.name!r} made {' and '.join(map(str, counts))} rows of experience on {world} "
-                "processes; prepare_experience must return equally many on each, as for trainer.gather"
-            )
-        return Layout(self.rows_of_a_prompt(rows), world, self.parallel.rank)
-
-    def rows_of_a_prompt(self, rows: int) -> int:
-        """Return how many adjacent rows belong to a prompt, of ``rows`` that this process holds; 1 if that varies."""
-        prompts = self.progress.prompts
-        regular = not self.rows_vary and prompts and rows % prompts == 0
-        return rows // prompts if regular else 1
-
-    def _mark(self) -> None:
-        """Remember the state after the last finished step, for `back_to_last_step`."""
-        self._before = replace(self.progress), not len(self.store)
-
-    def back_to_last_step(self) -> bool:
-        """Restore the progress before what an error has interrupted, a collection or a minibatch, to make it again.
-
-        Returns:
-            Whether the state is now that after the last finished step; not if the error has interrupted a change of the
-            weights, or `prepare_experience`.
-        """
-        if self._before is not None and not self.updater.changing:
-            before, was_empty = self._before
-            self.progress.become(before)
-            if was_empty:
-                self.store.clear()
-            self._before = None
-        return not self.updater.changing
-
     def collect(self) -> None:
-        """Fill the store with one collection of experience, and call the hook `on_experience` if there is any.
-
-        Experience that is made step by step is only promised here, and observed when it is made.
-        """
-        started = time.perf_counter()
-        self._mark()
-        with self.run_state.stop.interruptible(self._runs_alone):
-            self.fill_store()
-        self._warn_of_repeated_rows()
-        self._before = None
-        if self._in_steps:
-            return
-        self.recorder.record_seconds("time/collect", started)
-        if len(self.store):
-            self.hooks.hook.on_experience(trainer=self, experience=self.store.experience, rollouts=self._rollouts)
-
-    def fill_store(self) -> None:
-        """Fill the store with one collection of experience."""
-        at = self.progress
-        self._collection = Collection(at.collection, at.collection, at.cursor)
-        self.models.build()  # all processes together, also one that samples nothing
-        with self.inference():
-            self.collect_experience()
-            at.taken, at.prompts = self._collection.taken, self._collection.prompts
-            if self._in_steps:
-                return
-            drops = self.config.reward.on_nonfinite == "drop_row"
-            if len(self.store) or not drops:
-                self.updater.changing = True
-                with self.run_state.stop.interruptible(False):
-                    self._prepare_store()
-                self.updater.changing = False
-        if drops:
-            self._count_unusable()
-        self.progress.samples += len(self.store) * self.parallel.world
-
-    def _count_unusable(self) -> None:
-        """Count collections in a row that leave nothing to train on.
-
-        Raises:
-            RewardError: it is the third one, so the run learns nothing.
-        """
-        at = self.progress
-        if len(self.store):
-            at.unusable = 0
-            return
-        if at.unusable + 1 == MAX_EMPTY_COLLECTIONS:
-            source = "" if self.reward_fn is None else f"{name_of(self.reward_fn)}: "
-            error = RewardError(
-                f"after step {at.step}: {source}{MAX_EMPTY_COLLECTIONS} collections in a row have no response with a "
-                f"usable score; of the last one, {at.taken * self.samples_per_prompt} responses are dropped "
-                "(reward.on_nonfinite 'drop_row'). Look at what the reward function returns"
-            )
-            error.everywhere = True
-            raise error
-        at.unusable += 1
-
-    def collect_experience(self) -> None:
-        """Push the experience of one collection to the store."""
-        assert self.pipeline is not None
-        rank, world = self.parallel.rank, self.parallel.world
-        taken = self.pipeline.take(self.progress.cursor, self.collection_rows, rank=rank, world=world)
-        self._collection.taken, self._collection.prompts = self.collection_rows, len(taken)
-        rows = [row for row in taken for _ in range(self.samples_per_prompt)]
-        self.begin_experience(rows)
-        if self.collects_once and not self.group:
-            self._promise_experience()
-            if not self._in_steps:
-                self.store.experience  # noqa: B018  (all of it is made now)
-            return
-        for start in range(0, len(rows), size := self.config.rollout.batch_size):
-            self._stop_if_asked()
-            self.store.push(self._made(rows[start : start + size]))
-
-    def _made(self, rows: list[Row]) -> Batch:
-        """Return what `make_experience` makes of rows of a collection, checked."""
-        return self.through_trunk(checked_batch(self, "make_experience", self.make_experience(rows)))
-
-    @property
-    def _in_steps(self) -> bool:
-        """Whether the experience of a dataset is made when its rows are first read, and not before the first step."""
-        whole = getattr(self.prepare_experience, "__func__", None) is not BaseRLTrainer.prepare_experience
-        return self._collection.ordered and self.reference_makes_experience and not whole
-
-    def _promise_experience(self) -> None:
-        """Promise the experience of a dataset, in parts that are the rows of a step of the first pass.
-
-        Which rows are made together then does not depend on the length of the run, or on where it is resumed.
-        """
-        self._collection.ordered = True
-        rank, world = self.parallel.rank, self.parallel.world
-        steps = offloading.steps_at_a_time(self)
-        parts = self._order(0, self.collection_rows).split(steps * self.config.train.batch_size)
-        for number, rows in enumerate(parts):
-            self.store.promise(len(rows) // world, partial(self._made_for, number * steps, rows[rank::world].tolist()))
-
-    def _made_for(self, step: int, positions: list[int]) -> Batch:
-        """Make the experience of the rows at ``positions`` of the dataset, those from a step of the first pass on."""
-        assert self.pipeline is not None
-        if not self._in_steps:
-            self._stop_if_asked()
-        started, at = time.perf_counter(), self.progress
-        again = at.epoch > 0 or at.position > step  # a run that was resumed
-        rows = [row for position in positions for row in self.pipeline.take(position, 1)]
-        with self.run_state.stop.interruptible(self._runs_alone), self.inference():
-            self.collected_rows = len(self.store)
-            with self.recorder.discarding() if again else nullcontext():
-                size = self.config.rollout.batch_size
-                parts = [self._made(rows[start : start + size]).to("cpu") for start in range(0, len(rows), size)]
-            self.collected_rows = 0
-            offloading.offload_reference(self)
-        made = type(parts[0]).cat(parts)
-        if self._in_steps:
-            self.recorder.record_seconds("time/collect", started)
-            if not again:
-                self.hooks.hook.on_experience(trainer=self, experience=made, rollouts=[])
-        return made
-
-    def through_trunk(self, batch: B) -> B:
-        """Return a batch of an offline collection with what frozen layers make of it, if that is kept."""
-        return batch
-
-    def begin_experience(self, rows: list[Row]) -> None:
-        """Prepare for making experience of ``rows``, those of a collection in this process."""
-
-    def _stop_if_asked(self) -> None:
-        """End the process if it is asked to, within a collection, which is sampled again when the run is resumed."""
-        beside_training = self._sampling.weights is not None  # the loop then stops between two steps
-        if beside_training:
-            return
-        signum, saves = run.requests(self)
-        if saves:
-            self._save_before_collection()
-        if signum:
-            self.store.clear()
-            run.stop(self, signum)
-
-    def _save_before_collection(self) -> None:
-        """Save the state before the collection that is being made; it is made again if the run resumes from there."""
-        if self._before is None:  # the collection is made because a run resumes
-            self.run_state.stop.saves = True
-            return
-        progress, store = replace(self.progress), self.store
-        self.progress.become(self._before[0])
-        self.store = RolloutStore()
-        try:
-            with saving.unless_it_goes_on(self):
-                saving.save(self)
-        finally:
-            self.progress.become(progress)
-            self.store = store
-
-    @property
-    def _runs_alone(self) -> bool:
-        """Whether what this process makes now can be ended at any time, because no other one takes part in it."""
-        return self.parallel.world == 1 and self.ahead is None
-
-    @property
-    def _samples_alone(self) -> bool:
-        """Whether sampling and scoring can be ended at any time: no other process takes part in it."""
-        return self.ahead is None and not self.keeps_sharded
-
-    def _prepare_store(self) -> None:
-        rows, prepared = len(self.store), self.prepare_experience(self.store.experience)
-        self.store.experience = checked_batch(self, "prepare_experience", prepared)
-        self._collection.ordered &= len(self.store) == rows
+        """Fill the store with one collection of experience, and call the hook `on_experience`."""
+        self.collector.collect()
 
     def learn_from(self, samples: Iterable[Any], rewards: Iterable[Any] | None = None) -> dict[str, float]:
         """Learn from further samples in a loop of your own: one collection, and one pass over it.
@@ -455,60 +416,41 @@ class AcceleratedLoop(TrainerInputs[M]):
                 f"learn_from() takes samples, and {self.config.method.name!r} learns from responses to prompts; call "
                 "step(queries, responses, scores)"
             )
-        rows = self.arrange(self.read_samples(samples, rewards))
-        run.begin(self)
-        self.store.clear()
-        self._begin_own_collection()
-        size = self.config.rollout.batch_size
-        with self.inference():
+        rows, size = self.arrange(self.read_samples(samples, rewards)), self.config.rollout.batch_size
+
+        def push() -> None:
             for start in range(0, len(rows), size):
-                made = self.make_experience(rows[start : start + size])
-                self.store.push(checked_batch(self, "make_experience", made))
-            self._prepare_store()
-        return self._learn_from_store(passes=1)
+                experience = self.make_experience(rows[start : start + size])
+                self.store.push(checked_batch(self, "make_experience", experience))
 
-    def _begin_own_collection(self, **fields: Any) -> None:
-        """Begin a collection that the caller of `step` or `learn_from` gives."""
-        self._collection = Collection(**fields)
-        self.progress.epoch, self.progress.position, self.progress.stopped = 0, 0, False
+        return self._learn_own(push, passes=1)
 
-    def _learn_from_store(self, passes: int) -> dict[str, float]:
-        """Make the steps of ``passes`` over the collection in the store, and return their metrics."""
+    def _learn_own(self, push: Callable[[], None], passes: int, **fields: Any) -> dict[str, float]:
+        """Learn from a collection that the caller gives, and return the metrics of its steps.
+
+        Args:
+            push: pushes the experience to the store.
+            passes: the number of passes over it.
+            **fields: those of the `Collection`.
+        """
+        self.begin()
+        self.store.clear()
+        self.collector.begin_own(**fields)
+        with self.inference():
+            push()
+            self.collector.prepare()
         self.progress.samples += len(self.store) * self.parallel.world
-        self.hooks.hook.on_experience(trainer=self, experience=self.store.experience, rollouts=self._rollouts)
+        self.collector.observe(self.store.experience)
         for _ in range(passes):
-            for batch in self._one_pass():
+            for batch in self.collector.one_pass():
                 self.record(self.update(batch))
                 self.hooks.hook.on_step(trainer=self, step=self.progress.step)
-        self._next_collection()
-        return self._log()
-
-    def _train_on(self, batch: Batch) -> None:
-        started = time.perf_counter()
-        self.record(self.update(batch))
-        self._before = None
-        self.recorder.record_seconds("time/update", started)
-        self._log()
-        self.hooks.hook.on_step(trainer=self, step=self.progress.step)
+        self.collector.end()
+        return self._log_step()
 
     def update(self, batch: Batch) -> m.Metrics:
         """Make one optimizer step on ``batch``, and return its metrics; see `Updater.update`."""
-        self._warn_past_the_end()
         return self.updater.update(batch)
-
-    def _warn_past_the_end(self) -> None:
-        """Log a warning, once, when a loop of the caller's own goes on after the schedule has ended."""
-        end, name = self.total_steps, self.config.scheduler.name
-        if end and self.progress.step >= end and name != "constant" and not self._warned_past_the_end:
-            self._warned_past_the_end = True
-            log.warning(
-                "step %d is past the last step of the run, %d: the schedule %r has ended, and the learning rate is %g. "
-                "Raise train.total_steps, or set scheduler.name to 'constant'",
-                self.progress.step + 1,
-                end,
-                name,
-                self.models.learning_rate,
-            )
 
     def micro_batches(self, batch: B) -> list[B]:
         """Split a batch into the parts that go through the model one at a time."""
@@ -528,7 +470,105 @@ class AcceleratedLoop(TrainerInputs[M]):
         """
         return self.updater.step_mean(batch, read)
 
-    # ------------------------------------------------------------------------------------- evaluating and logging
+    def stop(self, reason: str) -> None:
+        """End the run after the step at hand, with the evaluation, checkpoint and export of a regular end.
+
+        Any process may call it, also only some of them. A call before the first step, or while experience is collected
+        or a checkpoint is saved, ends the run after the next step. It has no effect outside of `learn`.
+
+        Args:
+            reason: why; it is logged and kept in checkpoints and in the model card. Of several calls the first counts.
+
+        Raises:
+            ConfigError: ``reason`` is not text, or is empty.
+        """
+        if not isinstance(reason, str) or not reason.strip():
+            raise ConfigError(f"trainer.stop(reason) logs why the run ends; given {describe(reason)}. Give a text")
+        self.run_state.stop.reason = self.run_state.stop.reason or reason
+
+    # --------------------------------------------------------------------------------------------------------- models
+
+    @property
+    def sharding(self) -> Sharding:
+        """How the trained model is divided among the processes."""
+        return self.parallel.sharding  # type: ignore[no-any-return]
+
+    @property
+    def unwrapped(self) -> Any:
+        """The trainable model itself, without the wrapper of accelerate."""
+        return self.models.unwrapped
+
+    @property
+    def policy(self) -> nn.Module:
+        """The trainable model as `loss` must call it, so that gradients are synchronised."""
+        self.models.build()
+        return self.models.policy  # type: ignore[no-any-return]
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer as prepared by accelerate."""
+        self.models.build()
+        return self.models.optimizer
+
+    @property
+    def reference(self) -> Any:
+        """The model as it was before the first update, or the one that the user chose; frozen.
+
+        For algorithms with ``needs_reference``.
+        """
+        self.models.build()
+        reference = self.models.reference
+        if reference is None:
+            raise AttributeError(f"{type(self).__name__} keeps no reference; set needs_reference = True in the class")
+        offloading.reload_reference(reference, self.parallel.device)
+        return reference
+
+    def make_reference(self, model: Any) -> Any:
+        """Return a frozen copy of ``model`` as it is now; its attribute ``policy`` holds the copied module."""
+        raise NotImplementedError(f"{type(self).__name__} needs a reference; write make_reference")
+
+    def _make_reference(self, model: nn.Module) -> Any:
+        """Return the reference of a new policy; None if the algorithm has none."""
+        if not self.needs_reference:
+            return None
+        return self.make_reference(model) if self.chosen_reference is None else self._load_reference()
+
+    def _load_reference(self) -> Any:
+        """Return the reference that the user chose; trainers that do not override this refuse a chosen reference."""
+        raise NotImplementedError
+
+    def _finish(self, policy: Any) -> None:
+        """Check a new policy, and set what it needs to know of the run."""
+
+    @property
+    def _copies_model(self) -> bool:
+        """Whether every process makes a copy of the model at the start, such as that of an engine."""
+        return False
+
+    def _before_dividing(self, reference: Any) -> None:
+        """Do what needs whole models, before they are divided for good."""
+        self.identity.read_whole(reference)
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        """Run the model inside the block without gradient, at the precision of the loss.
+
+        Every process has the whole model, and runs it as often as it wants. But if the collector `keeps_sharded`, all
+        run it together: the same calls in the same order, and `in_micro_batches` makes equally many passes on each.
+        """
+        self.unwrapped.eval()
+        gathered = nullcontext() if self.collector.keeps_sharded else self.sharding.unsharded()
+        with gathered, torch.no_grad(), self.accelerator.autocast():
+            yield
+
+    @contextmanager
+    def _sampling_model(self) -> Iterator[None]:
+        """Let every process sample with the model inside the block."""
+        self.models.build()  # all processes together
+        with self.sharding.unsharded():
+            yield
+
+    # ----------------------------------------------------------------------------------- evaluating, metrics, history
 
     def evaluate(self) -> dict[str, float]:
         """Measure the model on the evaluation prompts and the held-out samples; training is not affected.
@@ -541,19 +581,119 @@ class AcceleratedLoop(TrainerInputs[M]):
         Raises:
             DataError: there are neither evaluation prompts nor held-out samples.
         """
-        return evaluate(self)
-
-    @contextmanager
-    def _sampling_model(self) -> Iterator[None]:
-        """Let every process sample with the model inside the block."""
-        self.models.build()  # all processes together
-        with self.sharding.unsharded():
-            yield
+        return self.evaluator.evaluate()
 
     def evaluation(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Return means over the evaluation prompts by name (``eval/...``), and one record per response."""
         raise NotImplementedError(f"{type(self).__name__} cannot evaluate on prompts; write evaluation")
 
+    def compared(self, metrics: Mapping[str, float]) -> float | None:
+        """Return by what `train.save_best` compares an evaluation, larger is better; None leaves the evaluation out.
 
-def _due(step: int, interval: int) -> bool:
-    return interval > 0 and step % interval == 0
+        It is the metric of the setting, with the opposite sign if smaller is better, and of a swept setting that at the
+        first value.
+
+        Args:
+            metrics: what `evaluate` returned.
+
+        Raises:
+            ConfigError: evaluations have no such metric.
+        """
+        return self.evaluator.compared(metrics)
+
+    def record(self, metrics: m.Metrics) -> None:
+        """Add metrics to those that are logged with the next step; evaluating and generating discard them.
+
+        Those of a collection that is sampled ahead are logged when it is trained on.
+
+        Raises:
+            PluginError: they are no dict of `Mean` and `Std` by name.
+        """
+        self.recorder.record(checked_metrics(self, "record", metrics))
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """Return ``x`` summed over all processes, on the device it came from."""
+        return self.parallel.reduce(x)
+
+    def min(self, x: Tensor) -> Tensor:
+        """Return the elementwise minimum of ``x`` over all processes, on the device it came from; NaN if one is NaN."""
+        return self.parallel.min(x)
+
+    def max(self, x: Tensor) -> Tensor:
+        """Return the elementwise maximum of ``x`` over all processes, on the device it came from; NaN if one is NaN."""
+        return self.parallel.max(x)
+
+    def gather(self, items: Sequence[T]) -> list[T]:
+        """Return the ``items`` of all processes as one list, those of the first process first."""
+        return self.parallel.gather(items)
+
+    @property
+    def history(self) -> History:
+        """The metrics of the run so far, as its directory has them: a table, `to_pandas` and `plot` in notebooks."""
+        return History({} if self.run_dir is None else Record(self.run_dir).series)
+
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks: the method, the directory, how far the run is, and the last evaluation."""
+        return overview(self)
+
+    # --------------------------------------------------------------------------------------------- saving and exporting
+
+    def save(self, directory: str | Path | None = None) -> Path:
+        """Write a checkpoint now, by default to the run directory."""
+        self.begin()
+        return saving.save(self, None if directory is None else Path(directory))
+
+    def load(self, directory: str | Path) -> None:
+        """Restore everything from a checkpoint directory, or from the newest complete checkpoint under a directory."""
+        run.load(self, Path(directory))
+
+    def save_pretrained(self, directory: str | Path | None = None) -> Path:
+        """Export the model, by default to the run directory."""
+        return run.export(self, directory)
+
+    def push_to_hub(
+        self,
+        repo: str | None = None,
+        *,
+        private: bool = True,
+        revision: str | None = None,
+        token: str | None = None,
+    ) -> str:
+        """Export the model to the run directory, publish it on the hub of Hugging Face, and return its address.
+
+        The model card, the configuration without secrets, and the metrics of the run are published with it. If the
+        upload fails, another call continues it. Only the main process uploads; the others wait.
+
+        Args:
+            repo: the id of the repository, ``owner/name``. None: that of `train.push_to_hub`.
+            private: whether a new repository is private; one that exists keeps its visibility.
+            revision: the branch, which is created if there is none. None: ``main``.
+            token: the token of the hub. None: that of ``HF_TOKEN`` or of ``hf auth login``.
+
+        Raises:
+            ConfigError: no repository is given, its id is not valid, there is no token, or ``HF_HUB_OFFLINE`` is set.
+            CheckpointError: the export cannot be written.
+            HubError: the hub refused the model or could not be reached; the export is in the run directory.
+        """
+        id = repo if repo is not None else self.config.train.push_to_hub
+        if id is None:
+            raise ConfigError("push_to_hub() needs the id of a repository: give owner/name, or set train.push_to_hub")
+        self.parallel.on_main(lambda: hub.check(id, token))
+        export = self.save_pretrained()
+        return self.parallel.on_main(lambda: hub.push(export, id, private=private, revision=revision, token=token))
+
+    @abstractmethod
+    def write_model(self, building: Path, target: Path) -> None:
+        """Write an export into the directory ``building``, which then becomes ``target``."""
+
+    def export_fault(self, directory: Path) -> str:
+        """Load the export that `write_model` wrote, and return how it differs from the trained model; empty if not."""
+        return ""
+
+    def model_card(self) -> dict[str, str]:
+        """Return what the model card of an export says about this kind of model.
+
+        ``library_name`` and ``pipeline_tag`` are fields of the Hub; ``loading`` is Python code that loads the export
+        from the variable ``directory``. Each may be missing.
+        """
+        return {}

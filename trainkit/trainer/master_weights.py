@@ -46,11 +46,11 @@ class MasterWeights(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, in which every parameter of lower precision has its ``master``."""
-        found = super().state_dict()
+        state = super().state_dict()
         for index, parameter in enumerate(self._parameters()):
             if (master := self._masters.get(parameter)) is not None:
-                found["state"][index] = {**found["state"].get(index, {}), MASTER: master}
-        return found
+                state["state"][index] = {**state["state"].get(index, {}), MASTER: master}
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""

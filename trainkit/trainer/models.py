@@ -24,7 +24,7 @@ from trainkit.runs.parallel import Parallel
 from trainkit.seeding import global_rng
 from trainkit.trainer import optim
 from trainkit.trainer.master_weights import low_precision
-from trainkit.trainer.sharding import FSDP2
+from trainkit.trainer.sharding import FSDP2, Replicated
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,9 @@ class Models:
         before_dividing: called with the reference before models are divided for good.
         copied: whether every process makes a copy of the policy at the start, such as that of an engine.
         total_steps: returns the number of optimizer steps of the run, 0 if it is not known; read for the schedule.
+
+    Raises:
+        ConfigError: the settings of optimizer and schedule, or what the user gave, do not fit each other.
     """
 
     def __init__(
@@ -78,6 +81,13 @@ class Models:
         """What the policy is compared with; None: nothing."""
         self.frozen: list[Frozen] = []
         """Further models, frozen: a reference that the user chose, teachers."""
+        optim.check(config)
+        optim.check_given(config, optimizer, scheduler, replicated=type(parallel.sharding) is Replicated)
+
+    @property
+    def total_steps(self) -> int:
+        """The number of optimizer steps of the run; 0 if it is not known."""
+        return self._total_steps()
 
     @cached_property
     def unwrapped(self) -> Any:
@@ -131,8 +141,8 @@ class Models:
         They are run in float32, which shows smaller differences, unless their attention may need less.
         """
         live = self._live()
-        own = getattr(bare(live), "config", None) if live is not None else None
-        attention = getattr(own, "_attn_implementation", None) or self.config.model.kwargs.get("attn_implementation")
+        config = getattr(bare(live), "config", None) if live is not None else None
+        attention = getattr(config, "_attn_implementation", None) or self.config.model.kwargs.get("attn_implementation")
         exact = attention in (None, "eager", "sdpa", "flex_attention")
         whole = not self.parallel.sharding.keeps_sharded or self.built
         precision = nullcontext if exact else self.parallel.accelerator.autocast
@@ -156,12 +166,12 @@ class Models:
     def scheduler(self) -> LRScheduler:
         """The learning-rate schedule, over the run's steps. `build` must have been called."""
         ends = self._given_scheduler is None and self.config.scheduler.name not in optim.ENDLESS
-        if ends and not self._total_steps():
+        if ends and not self.total_steps:
             raise ConfigError(
                 f"the schedule {self.config.scheduler.name!r} ends at the run's last step, which is not known; "
                 "set train.total_steps"
             )
-        return optim.make_scheduler(self.config.scheduler, self._inner, self._total_steps(), self._given_scheduler)
+        return optim.make_scheduler(self.config.scheduler, self._inner, self.total_steps, self._given_scheduler)
 
     @property
     def learning_rate(self) -> float:
@@ -194,10 +204,10 @@ class Models:
 
     def load_state_dict(self, state: Any, step: int) -> None:
         """Restore what `state_dict` returned after ``step``; log a warning if the learning rate jumps."""
-        own = self.parallel.sharding.own_part(state["optimizer"], self.optimizer)
+        optimizer_state = self.parallel.sharding.own_part(state["optimizer"], self.optimizer)
         before: list[float] = state["scheduler"]["_last_lr"]
         of_user = self._given_scheduler is not None
-        optim.load(self.optimizer, self.scheduler, {**state, "optimizer": own}, of_user=of_user)
+        optim.load(self.optimizer, self.scheduler, {**state, "optimizer": optimizer_state}, of_user=of_user)
         if (now := self.scheduler.get_last_lr()) != before and self.parallel.is_main:
             rates = [" and ".join(dict.fromkeys(f"{rate:.3g}" for rate in each)) for each in (now, before)]
             log.warning(

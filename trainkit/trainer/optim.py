@@ -54,12 +54,12 @@ def make_optimizer(
     if "fused" in inspect.signature(cls).parameters and not (chosen or scaled):
         arguments["fused"] = all(p.device.type in ("cpu", "cuda") for p in trained)
     try:
-        made: torch.optim.Optimizer = (with_masters(cls) if masters and low_precision(trained) else cls)(
+        optimizer: torch.optim.Optimizer = (with_masters(cls) if masters and low_precision(trained) else cls)(
             trained, **arguments
         )
     except (TypeError, ValueError, LookupError) as error:
         raise ConfigError(f"optimizer.kwargs {config.kwargs} do not fit {config.name!r}: {error}") from error
-    return made
+    return optimizer
 
 
 def _checked(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:
@@ -91,12 +91,12 @@ def make_scheduler(
             optimizer or needs more than steps.
     """
     if given is not None:
-        made = given if isinstance(given, LRScheduler) else given(optimizer)
-        if not isinstance(made, LRScheduler) or isinstance(made, ReduceLROnPlateau):
-            raise ConfigError(f"scheduler should be one of torch that needs steps alone; given {describe(made)}")
-        if made.optimizer is not optimizer:
+        scheduler = given if isinstance(given, LRScheduler) else given(optimizer)
+        if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
+            raise ConfigError(f"scheduler should be one of torch that needs steps alone; given {describe(scheduler)}")
+        if scheduler.optimizer is not optimizer:
             raise ConfigError("the scheduler is of another optimizer; give both, or a function that makes it")
-        return made
+        return scheduler
     if config.name in TORCH_SCHEDULES:
         return _of_torch(config, optimizer)
     if config.name == "constant" and config.kwargs:
@@ -135,16 +135,16 @@ def _rates(config: SchedulerConfig, lr: float) -> Callable[[int], float]:
     """Return the factors of a warm-up and then of a schedule of torch, as a function of the step."""
     optimizer, warmup = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr), config.warmup_steps
     schedule = getattr(lr_scheduler, config.name)(optimizer, **config.kwargs)
-    known: list[float] = [optimizer.param_groups[0]["lr"] / lr]
+    rates: list[float] = [optimizer.param_groups[0]["lr"] / lr]
 
     def factor(step: int) -> float:
         if step < warmup:
             return step / warmup
-        while len(known) <= step - warmup:
+        while len(rates) <= step - warmup:
             optimizer.step()
             schedule.step()
-            known.append(optimizer.param_groups[0]["lr"] / lr)
-        return known[step - warmup]
+            rates.append(optimizer.param_groups[0]["lr"] / lr)
+        return rates[step - warmup]
 
     return factor
 
@@ -155,8 +155,8 @@ def advance(scheduler: LRScheduler) -> None:
     With fp16 accelerate replaces the optimizer's method `step`, which torch reports as a mistake.
     """
     with warnings.catch_warnings():
-        for known in ("Detected call of `lr_scheduler.step", "Seems like `optimizer.step"):
-            warnings.filterwarnings("ignore", message=known)
+        for message in ("Detected call of `lr_scheduler.step", "Seems like `optimizer.step"):
+            warnings.filterwarnings("ignore", message=message)
         scheduler.step()
 
 
@@ -187,11 +187,11 @@ def described(state: Mapping[str, Any], model: nn.Module, optimizer: Any = None)
     ``optimizer`` is one of the user, which may have another order and is told by its class.
     """
     names = [name for name, _ in _trained(model, optimizer)]
-    told = {} if optimizer is None else {"class": [type(optimizer).__qualname__]}
+    kind = {} if optimizer is None else {"class": [type(optimizer).__qualname__]}
     return {
         "parameters": names,
         "with_state": [name for index, name in enumerate(names) if index in state["state"]],
-        **told,
+        **kind,
     }
 
 
@@ -216,14 +216,14 @@ def check_state(
     Raises:
         ValueError: a parameter, or its state, is missing, is another one, or has another shape; names it.
     """
-    trained, found = _trained(model, optimizer), described(state, model, optimizer)
-    if told.get("class") != found.get("class"):
-        before, now = (" ".join(each.get("class", ["that of the configuration"])) for each in (told, found))
+    trained, here = _trained(model, optimizer), described(state, model, optimizer)
+    if told.get("class") != here.get("class"):
+        before, now = (" ".join(each.get("class", ["that of the configuration"])) for each in (told, here))
         raise ValueError(f"the optimizer was {before}, and is {now}")
     for key, what in (("parameters", "trained parameters"), ("with_state", "optimizer's states of parameters")):
-        if told[key] != found[key]:
-            odd = sorted({*told[key]} ^ {*found[key]})
-            raise ValueError(f"the {what} differ {f'in {odd[0]}' if odd else 'in their order'}")
+        if told[key] != here[key]:
+            different = sorted({*told[key]} ^ {*here[key]})
+            raise ValueError(f"the {what} differ {f'in {different[0]}' if different else 'in their order'}")
     if unknown := [index for index in state["state"] if index not in range(len(trained))]:
         raise ValueError(f"the optimizer's states of parameters differ in {unknown[0]!r}, which is no parameter")
     for index, values in state["state"].items():
@@ -249,11 +249,11 @@ def check_given(config: TRLConfig[Any], optimizer: Any, scheduler: Any, *, repli
             ``replicated``.
     """
     defaults = type(config.method).section_defaults
-    for name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
-        if given is None:
+    for name, value in (("optimizer", optimizer), ("scheduler", scheduler)):
+        if value is None:
             continue
-        if not (callable(given) or isinstance(given, torch.optim.Optimizer | LRScheduler)):
-            raise ConfigError(f"{name} should be one of torch, or a function that makes it; given {describe(given)}")
+        if not (callable(value) or isinstance(value, torch.optim.Optimizer | LRScheduler)):
+            raise ConfigError(f"{name} should be one of torch, or a function that makes it; given {describe(value)}")
         section = getattr(config, name)
         usual = type(section)(**defaults.get(name, {}))
         if changed := [f"{name}.{key}" for key, *_ in differences(usual.model_dump(), section.model_dump())]:

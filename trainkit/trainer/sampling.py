@@ -41,7 +41,7 @@ from trainkit.trainer.sharding import whole_tensor
 from trainkit.trainer.text import Text
 
 if TYPE_CHECKING:
-    from trainkit.trainer.collecting import AsyncCollector
+    from trainkit.trainer.ahead import AsyncCollector
 
 
 class Sampling:
@@ -90,16 +90,16 @@ class Sampling:
 
         They are all of the model's if the engine cannot exclude the others, to which a head may be padded.
         """
-        own = int(self.text.model_config.get_text_config().vocab_size)
-        return min(own, id_count(self.text.tokenizer)) if "logit_mask" in self.engine_class.abilities else own
+        size = int(self.text.model_config.get_text_config().vocab_size)
+        return min(size, id_count(self.text.tokenizer)) if "logit_mask" in self.engine_class.abilities else size
 
     @cached_property
     def sampler(self) -> Sampler:
         """The sampler, which turns prompts into rollouts: that of a plugin's ``make_sampler``, or the engine's."""
         self.models.build()  # the sampler reads the model where accelerate has put it
-        made: Any = self._make_sampler()
+        from_hook: Any = self._make_sampler()
         name = name_of(self.config.rollout.engine)
-        if made is None:
+        if from_hook is None:
             return EngineSampler(
                 self.engine,
                 vocabulary=self.vocabulary,
@@ -116,7 +116,7 @@ class Sampling:
                 f"rollout.engine is {name!r}, and a make_sampler hook provides a sampler, which replaces it; remove "
                 "the hook, or set rollout.engine to 'local'"
             )
-        return generation.checked_sampler(made, self.vocabulary)
+        return generation.checked_sampler(from_hook, self.vocabulary)
 
     @cached_property
     def engine(self) -> Engine:
@@ -127,9 +127,9 @@ class Sampling:
     def _started_engine(self) -> Engine:
         served = self.served
         with self.models.as_trained():
-            made = start(self.config.rollout.engine, served)
-        weakref.finalize(self, made.close)  # also at the end of the process
-        return made
+            engine = start(self.config.rollout.engine, served)
+        weakref.finalize(self, engine.close)  # also at the end of the process
+        return engine
 
     @property
     def engine_class(self) -> type[Engine]:
@@ -209,8 +209,10 @@ class Sampling:
         def sample(rows: list[Row], queries: list[list[int]], settings: SamplingConfig, seeds: list[int]) -> Rollouts:
             return self.respond(rows, queries, settings, purpose, seeds)
 
-        own = episode_seeds(self.config.train.seed, purpose, rows, self.text.queries(rows))
-        rows = [{**self.text.numbered(row), "episode_seed": seed} for row, seed in zip(rows, own, strict=True)]
+        seeds_of_episodes = episode_seeds(self.config.train.seed, purpose, rows, self.text.queries(rows))
+        rows = [
+            {**self.text.numbered(row), "episode_seed": seed} for row, seed in zip(rows, seeds_of_episodes, strict=True)
+        ]
         eos = [*eos_ids(self.models.unwrapped.model, self.text.tokenizer), *settings.stop_token_ids]
         return self.player(rows, settings, seeds, sample, eos).to(self.parallel.device)
 

@@ -145,7 +145,7 @@ class Replicated(Sharding):
     divides = False
     repeats = True
     masters = True
-    apart = False
+    averages_manually = False
     """Whether processes make the passes of a step without each other."""
 
     def check(self, config: TRLConfig[Any]) -> None:
@@ -379,9 +379,9 @@ class FSDP2(Sharding):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
         def part(value: Any, parameter: Tensor) -> Any:
-            found = checkpoint.whole(value)
-            fits = isinstance(found, Tensor) and found.shape == parameter.shape and found.dim() > 0
-            return divided_like(parameter, found) if fits else found
+            undivided = checkpoint.whole(value)
+            fits = isinstance(undivided, Tensor) and undivided.shape == parameter.shape and undivided.dim() > 0
+            return divided_like(parameter, undivided) if fits else undivided
 
         parts = {
             key: {name: part(value, parameters[key]) for name, value in values.items()}
@@ -499,10 +499,10 @@ def make_sharding(entry: str | PluginConfig, accelerator: Accelerator) -> Shardi
     if accelerator.num_processes == 1 and name != NONE:
         log.warning("train.sharding is %r, and the run has one process, which holds the whole model", name)
         return Replicated(accelerator)
-    found = get_sharding(name)
-    settings = found.settings(name=name) if isinstance(entry, str) and found.settings else entry
-    made: Sharding = found.made(accelerator, None if isinstance(settings, str) else settings)
-    return made
+    kind = get_sharding(name)
+    settings = kind.settings(name=name) if isinstance(entry, str) and kind.settings else entry
+    sharding: Sharding = kind.made(accelerator, None if isinstance(settings, str) else settings)
+    return sharding
 
 
 def whole_tensor(tensor: Any) -> Any:

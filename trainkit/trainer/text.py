@@ -36,7 +36,15 @@ from trainkit.data.pipeline import (
 )
 from trainkit.data.tokenised import PAIR_COLUMNS
 from trainkit.errors import ConfigError, DataError
-from trainkit.models.loading import pad_id
+from trainkit.models import load_tokenizer
+from trainkit.models.loading import (
+    balances_experts,
+    check_trainable,
+    coming_eos,
+    count_virtual,
+    load_model_config,
+    pad_id,
+)
 from trainkit.runs.parallel import Parallel
 from trainkit.seeding import PLACE
 from trainkit.trainer import generation
@@ -166,23 +174,25 @@ class Text:
         Raises:
             ConfigError: a setting does not exist, or its value is not allowed.
         """
-        found = generation.settings(self.config, overrides)
+        settings = generation.settings(self.config, overrides)
         special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
-        for stop in found.stop_sequences if self.config.rollout.skip_special_tokens else ():
+        for stop in settings.stop_sequences if self.config.rollout.skip_special_tokens else ():
             if stop not in special and (inside := [token for token in special if token in stop]):
                 raise ConfigError(
                     f"sampling settings: the stop string {stop!r} holds the special token {inside[0]!r}, and the text "
                     f"of responses has none; give {inside[0]!r} alone, or set rollout.skip_special_tokens to false"
                 )
-        if stops := [special[stop] for stop in found.stop_sequences if stop in special]:
-            found = found.model_copy(update={"stop_token_ids": [*dict.fromkeys([*found.stop_token_ids, *stops])]})
+        if stops := [special[stop] for stop in settings.stop_sequences if stop in special]:
+            settings = settings.model_copy(
+                update={"stop_token_ids": [*dict.fromkeys([*settings.stop_token_ids, *stops])]}
+            )
         vocabulary = self.model_config.get_text_config().vocab_size
-        if outside := [token for token in found.stop_token_ids if token >= vocabulary]:
+        if outside := [token for token in settings.stop_token_ids if token >= vocabulary]:
             raise ConfigError(
                 f"sampling settings: stop_token_ids holds {outside[0]}, and the model has {vocabulary} tokens; remove "
                 "it. For responses of a fixed length, set min_new_tokens to max_new_tokens"
             )
-        return found
+        return settings
 
     # ------------------------------------------------------------------------------------------------------ samples
 
@@ -208,22 +218,22 @@ class Text:
             rows = labelled(rows, first=first) if "labels" in self.inputs else rows
             cut = sum(self._encode_sample(row, f"sample {index}")[2] for index, row in enumerate(rows, first))
             check(rows, first=first)
-        own = {"prompt", "chosen", "rejected"} if "pairs" in self.inputs else {"turns", "outputs"}
+        read = {"prompt", "chosen", "rejected"} if "pairs" in self.inputs else {"turns", "outputs"}
         if not any("turns" in row or "chosen" in row for row in rows):
-            own |= {IDS, *PAIR_COLUMNS}
+            read |= {IDS, *PAIR_COLUMNS}
         rated = [kind.removesuffix("s") for kind in self.inputs if kind in ("rewards", "labels")]
-        self.warn_unread(rows, {*own, *rated}, "samples")
+        self.warn_unread(rows, {*read, *rated}, "samples")
         self.warn_unrendered(samples, "sample")
         if cut and self.parallel.is_main:
             log.warning("%d of %d samples were truncated to %s tokens: %s", cut, len(rows), self.limit, self._lost)
         return rows
 
-    def warn_unrendered(self, given: Iterable[Any], what: str) -> None:
+    def warn_unrendered(self, values: Iterable[Any], what: str) -> None:
         """Log what the chat template leaves out of the text of conversations; each part once."""
-        found: Counter[str] = Counter()
-        for index, row in enumerate(given):
-            found.update(unrendered(row, self.tokenizer, f"{what} {index}"))
-        new = {name: count for name, count in found.items() if f"unrendered {name}" not in self._warned}
+        counts: Counter[str] = Counter()
+        for index, row in enumerate(values):
+            counts.update(unrendered(row, self.tokenizer, f"{what} {index}"))
+        new = {name: count for name, count in counts.items() if f"unrendered {name}" not in self._warned}
         self._warned |= {f"unrendered {name}" for name in new}
         if new and self.parallel.is_main:
             named = ", ".join(f"{name} of {count}" for name, count in new.items())
@@ -236,9 +246,9 @@ class Text:
 
     def warn_unread(self, rows: Iterable[Row], read: set[str], what: str) -> None:
         """Log which columns of the rows are neither ``read`` nor read by the algorithm; each once."""
-        found = dict.fromkeys(name for row in rows for name, value in row.items() if is_given(value))
-        known = {*read, *SETTINGS, *self.columns, *self._warned}
-        new = [str(name) for name in found if name not in known]
+        names = dict.fromkeys(name for row in rows for name, value in row.items() if is_given(value))
+        used = {*read, *SETTINGS, *self.columns, *self._warned}
+        new = [str(name) for name in names if name not in used]
         self._warned |= {*new}
         if new and self.parallel.is_main:
             columns, name = f"column{'s' * (len(new) > 1)} {', '.join(map(repr, new))}", self.config.method.name
@@ -320,3 +330,56 @@ class Text:
             for side in ([pair[0] for pair in pairs], [pair[1] for pair in pairs])
         )
         return Preferences(chosen, rejected).to(self.parallel.device)
+
+
+def make_text(
+    config: TRLConfig[Any],
+    parallel: Parallel,
+    *,
+    model: Any,
+    tokenizer: Any,
+    generates: bool,
+    encoder_decoders: bool,
+    **kwargs: Any,
+) -> Text:
+    """Return the text of a run, after checking that tokenizer and model suit the algorithm.
+
+    Args:
+        config: the run's configuration.
+        parallel: the processes; the main one logs.
+        model: a live model; None: the one that the configuration names.
+        tokenizer: a live tokenizer; None: the one that the configuration names.
+        generates: whether the model generates text.
+        encoder_decoders: whether the algorithm can train encoder-decoders.
+        **kwargs: the other arguments of `Text`.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    name = config.method.name
+    if tokenizer is not None and config.tokenizer.tokenizer_path is not None:
+        raise ConfigError(
+            f"a tokenizer is given, and tokenizer.tokenizer_path is {config.tokenizer.tokenizer_path!r}; "
+            "give one of the two"
+        )
+    tokenizer = load_tokenizer(config, tokenizer)
+    model_config = model.config if model is not None else load_model_config(config.model)
+    check_trainable(config.model, model_config, live=model is not None)
+    if balances_experts(model_config) and parallel.is_main:
+        log.warning(
+            "the loss that balances the experts of a mixture (router_aux_loss_coef) is not added to that of %s", name
+        )
+    if model_config.is_encoder_decoder and not encoder_decoders:
+        raise ConfigError(
+            f"a model of type {model_config.model_type!r} is an encoder-decoder, and {name!r} trains none; give a "
+            "model that reads prompt and response as one text"
+        )
+    return Text(
+        config,
+        parallel,
+        tokenizer=tokenizer,
+        model_config=model_config,
+        virtual=count_virtual(config.model, model),
+        ends=coming_eos(config.model, model, model_config) if generates else [],
+        **kwargs,
+    )

@@ -14,14 +14,15 @@ from torch import Tensor
 from trainkit import metrics as m
 from trainkit.config import TrainConfig
 from trainkit.data import Batch
-from trainkit.errors import NonFiniteError, OutOfMemoryError, TrainkitError
+from trainkit.errors import ConfigError, NonFiniteError, OutOfMemoryError, TrainkitError
 from trainkit.functional import to_float64
 from trainkit.models.fitting import ADVICE, RowLimit, first_line, no_smaller, out_of_memory, release
+from trainkit.plugins.hooks import name_of
 from trainkit.runs.parallel import Parallel
 from trainkit.runs.progress import Progress
 from trainkit.seeding import global_rng
 from trainkit.trainer import optim
-from trainkit.trainer.base import BaseRLTrainer, Verdict
+from trainkit.trainer.base import BaseRLTrainer, Verdict, overridden
 from trainkit.trainer.models import Models
 from trainkit.trainer.recording import Recorder
 from trainkit.trainer.returns import checked_batch, checked_loss, checked_verdict
@@ -50,6 +51,10 @@ class Updater:
         recorder: the metrics that the algorithm records in a step.
         progress: counts steps, tokens and rows.
         inference: returns a context in which the model is run without gradient.
+
+    Raises:
+        ConfigError: a step cannot be made again after one process ran out of memory, and `train.microbatch_size` is
+            ``auto``.
     """
 
     def __init__(
@@ -69,6 +74,13 @@ class Updater:
         """Whether the weights or the experience are being changed, so that the state is that of no step."""
         self.unit = "tokens"
         """The unit that `Progress.tokens` counts: that of the last step's batch."""
+        self._warned_past_the_end = False
+        if config.microbatch_size == "auto" and not parallel.sharding.repeats:
+            raise ConfigError(
+                f"train.microbatch_size is 'auto', and with train.sharding {name_of(config.sharding)!r} processes wait "
+                "for each other within a pass, so none can make it again alone; give a number, which trainkit estimate "
+                "finds"
+            )
 
     def update(self, batch: Batch) -> m.Metrics:
         """Make one optimizer step on ``batch``, and return its metrics. Every algorithm is trained by this method.
@@ -81,13 +93,14 @@ class Updater:
         """
         self.unit = batch.unit
         self.models.build()
+        self._warn_past_the_end()
         at, scheduler = self.progress, self.models.scheduler  # it must exist before the optimizer steps
         weight = self.parallel.reduce(batch.weight.to(self.parallel.device))
-        found, verdict = {}, Verdict.SKIP
+        metrics, verdict = {}, Verdict.SKIP
         if weight > 0:
-            found = self._gradient(batch, weight)
-            verdict = self._judged(found)
-        found |= self._make_step(found) if verdict is Verdict.STEP else {"train/skipped": m.Mean.of(torch.ones(()))}
+            metrics = self._gradient(batch, weight)
+            verdict = self._judged(metrics)
+        metrics |= self._make_step(metrics) if verdict is Verdict.STEP else {"train/skipped": m.Mean.of(torch.ones(()))}
         self.models.optimizer.zero_grad()
         rate = self.models.learning_rate  # the one of this step; the schedule moves on to that of the next
         optim.advance(scheduler)
@@ -97,11 +110,25 @@ class Updater:
             at.trained += len(batch) * self.parallel.world
             self._after_step()
         self.changing = False
-        return {**found, "train/lr": m.Mean.of(torch.tensor(rate, dtype=torch.float64))}
+        return {**metrics, "train/lr": m.Mean.of(torch.tensor(rate, dtype=torch.float64))}
+
+    def _warn_past_the_end(self) -> None:
+        """Log a warning, once, when a loop of the caller's own goes on after the schedule has ended."""
+        end, schedule = self.models.total_steps, self.models.config.scheduler.name
+        if end and self.progress.step >= end and schedule != "constant" and not self._warned_past_the_end:
+            self._warned_past_the_end = True
+            log.warning(
+                "step %d is past the last step of the run, %d: the schedule %r has ended, and the learning rate is %g. "
+                "Raise train.total_steps, or set scheduler.name to 'constant'",
+                self.progress.step + 1,
+                end,
+                schedule,
+                self.models.learning_rate,
+            )
 
     def _after_step(self) -> None:
         """Call `after_step`; the model is gathered for it only if it is overridden."""
-        if getattr(self.algorithm.after_step, "__func__", None) is not BaseRLTrainer.after_step:
+        if overridden(self.algorithm.after_step, BaseRLTrainer.after_step):
             with self.parallel.sharding.unsharded(write=True):
                 self.algorithm.after_step()
 
@@ -116,12 +143,12 @@ class Updater:
         share = weight / self.parallel.world  # because gradients are averaged over processes
         prepared = self._prepared_for_step(batch)
         recorded = self.recorder.pending
-        while (found := self._attempt(self.micro_batches(prepared), share)) is None:
+        while (metrics := self._attempt(self.micro_batches(prepared), share)) is None:
             self.recorder.pending = recorded
             self.models.optimizer.zero_grad()
             release()
         self.parallel.sharding.exchange()
-        return found
+        return metrics
 
     def _attempt(self, micros: list[Batch], share: Tensor) -> m.Metrics | None:
         """Make the passes of a step; return None if they are to be made again with the new `row_limit`.
@@ -132,10 +159,10 @@ class Updater:
         Raises:
             OutOfMemoryError: they did not fit, and there are no smaller micro-batches.
         """
-        found: m.Metrics = {}
+        metrics: m.Metrics = {}
         fault = ""
         try:
-            found = self._passes(micros, share)
+            metrics = self._passes(micros, share)
         except (RuntimeError, MemoryError) as error:
             if isinstance(error, TrainkitError) or not out_of_memory(error):
                 raise
@@ -146,7 +173,7 @@ class Updater:
                     f"a micro-batch of {max(map(len, micros))} rows does not fit into memory ({fault}). Set "
                     f"train.microbatch_size to a smaller number, or to 'auto'. {ADVICE}"
                 ) from error
-        return found if self.row_limit is None or self._fits(self.row_limit, max(map(len, micros)), fault) else None
+        return metrics if self.row_limit is None or self._fits(self.row_limit, max(map(len, micros)), fault) else None
 
     def _fits(self, limit: RowLimit, rows: int, fault: str) -> bool:
         """Return whether a step with micro-batches of ``rows`` rows has fit on every process; if not, halve the limit.
@@ -157,7 +184,7 @@ class Updater:
         least, failed = self.parallel.min(most).tolist()
         if failed and not least:
             error = OutOfMemoryError(no_smaller(fault or "on another process"))
-            error.everywhere = True
+            error.on_all_ranks = True
             raise error
         limit.rows = int(least) if least < math.inf else None
         if failed and self.parallel.is_main:
@@ -171,51 +198,51 @@ class Updater:
     def _passes(self, micros: list[Batch], share: Tensor) -> m.Metrics:
         """Make the passes of a step: accumulate the gradient, and return the metrics."""
         device, rank = self.parallel.device, self.parallel.rank
-        found: m.Metrics = {}
+        metrics: m.Metrics = {}
         self.models.policy.train()
         with global_rng(self.config.seed, "dropout", self.progress.step, rank, device=device):
             passes = self.parallel.sharding.passes(len(micros))
             for index in range(passes):
                 with self.parallel.sharding.synchronised(last=index == passes - 1):
                     if index < len(micros):
-                        found = m.merge(found, self._backward(micros[index].to(device), share))
+                        metrics = m.merge(metrics, self._backward(micros[index].to(device), share))
                     else:  # other processes have more; all make the passes together
                         self._backward(micros[-1].to(device), share, factor=0.0)
-        return found
+        return metrics
 
     def _prepared_for_step(self, batch: Batch) -> Batch:
         """Return what `prepare_step` makes of the batch; the model is gathered for it only if it is overridden."""
-        if getattr(self.algorithm.prepare_step, "__func__", None) is BaseRLTrainer.prepare_step:
+        if not overridden(self.algorithm.prepare_step, BaseRLTrainer.prepare_step):
             return batch
         with self._inference():
             return checked_batch(self.algorithm, "prepare_step", self.algorithm.prepare_step(batch))
 
-    def _judged(self, found: m.Metrics) -> Verdict:
+    def _judged(self, metrics: m.Metrics) -> Verdict:
         """Return `judge`'s verdict on the metrics of all processes, so that it is the same on each of them.
 
         The metrics are computed only if the algorithm overrides `judge`.
         """
         if not self.judges:
             return Verdict.STEP
-        nothing = dict.fromkeys(found, math.nan)  # for metrics of which nothing was counted
-        return checked_verdict(self.algorithm, self.algorithm.judge(nothing | m.compute(found, self.parallel.reduce)))
+        nothing = dict.fromkeys(metrics, math.nan)  # for metrics of which nothing was counted
+        return checked_verdict(self.algorithm, self.algorithm.judge(nothing | m.compute(metrics, self.parallel.reduce)))
 
     @property
     def judges(self) -> bool:
         """Whether the algorithm can skip steps."""
-        return getattr(self.algorithm.judge, "__func__", None) is not BaseRLTrainer.judge
+        return overridden(self.algorithm.judge, BaseRLTrainer.judge)
 
-    def _make_step(self, found: m.Metrics) -> m.Metrics:
+    def _make_step(self, metrics: m.Metrics) -> m.Metrics:
         """Clip the gradient and step; record ``train/skipped`` if `judge` or fp16's scaler can skip steps."""
         norm = self.parallel.sharding.clip(self.config.max_grad_norm)
-        self._refuse_non_finite(found, norm)
+        self._refuse_non_finite(metrics, norm)
         self.changing = True
         self.models.optimizer.step()
-        made: m.Metrics = {"train/grad_norm": m.Mean.of(norm)}
+        step_metrics: m.Metrics = {"train/grad_norm": m.Mean.of(norm)}
         if self.judges or self.parallel.accelerator.scaler is not None:
             skipped = self.parallel.accelerator.optimizer_step_was_skipped  # by the scaler, on overflow
-            made["train/skipped"] = m.Mean.of(torch.tensor(float(skipped)))
-        return made
+            step_metrics["train/skipped"] = m.Mean.of(torch.tensor(float(skipped)))
+        return step_metrics
 
     @property
     def most(self) -> tuple[int | None, int | None]:
@@ -248,8 +275,8 @@ class Updater:
 
     def _read_in_groups(self, batch: B, read: Callable[[B], Tensor]) -> Tensor:
         groups = self._groups(batch)
-        found = torch.cat(self.each_together(groups, lambda rows: read(batch.select(rows))))
-        return found[torch.cat(groups).argsort().to(found.device)]
+        values = torch.cat(self.each_together(groups, lambda rows: read(batch.select(rows))))
+        return values[torch.cat(groups).argsort().to(values.device)]
 
     def each_together(self, items: Sequence[T], call: Callable[[T], R]) -> list[R]:
         """Return what ``call`` returns for each item.
@@ -259,11 +286,11 @@ class Updater:
         """
         runs_alone = self.parallel.sharding.gathered or not self.parallel.sharding.keeps_sharded
         more = 0 if runs_alone else self.parallel.sharding.passes(len(items)) - len(items)
-        found = [call(item) for item in items]
+        results = [call(item) for item in items]
         with self.recorder.discarding():
             for _ in range(more):
                 call(items[-1])
-        return found
+        return results
 
     @torch.no_grad()
     def step_mean(self, batch: B, read: Callable[[B], Tensor]) -> Tensor:
@@ -283,17 +310,17 @@ class Updater:
     def measure(self, micro: Batch) -> tuple[Tensor, m.Metrics]:
         """Return the algorithm's loss [] and its metrics, the loss itself among them."""
         with self.parallel.accelerator.autocast():
-            loss, found = checked_loss(self.algorithm, self.algorithm.loss(micro))
+            loss, metrics = checked_loss(self.algorithm, self.algorithm.loss(micro))
         weight = to_float64(micro.weight.to(loss.device))
-        return loss, {**found, "loss/total": m.Mean(to_float64(loss.detach()) * weight, weight)}
+        return loss, {**metrics, "loss/total": m.Mean(to_float64(loss.detach()) * weight, weight)}
 
     def _backward(self, micro: Batch, share: Tensor, factor: float = 1.0) -> m.Metrics:
-        loss, found = self.measure(micro)
+        loss, metrics = self.measure(micro)
         self.parallel.sharding.backward(loss * micro.weight.to(share.device) / share * factor)
-        return found
+        return metrics
 
-    def _refuse_non_finite(self, found: m.Metrics, norm: Tensor) -> None:
-        loss = self.parallel.reduce(torch.stack(found["loss/total"].tensors()))
+    def _refuse_non_finite(self, metrics: m.Metrics, norm: Tensor) -> None:
+        loss = self.parallel.reduce(torch.stack(metrics["loss/total"].tensors()))
         overflow = self.parallel.accelerator.scaler is not None  # fp16: the scaler skips the step and lowers its scale
         if bool(loss.isfinite().all()) and (bool(norm.isfinite()) or overflow):
             return

@@ -56,7 +56,7 @@ def test_a_prompts_condition_is_kept_once_for_each_image_wherever_rows_go(tmp_pa
     """The store, which checkpoints hold, its minibatches and their micro-batches; rows read the same as ever."""
     trainer = collected(tmp_path, method__num_steps=9, train__batch_size=24)
     batch = trainer.store.experience
-    prompts = [row["prompt"] for part in trainer._rollouts for row in part.rows]
+    prompts = [row["prompt"] for part in trainer.collector.collection.rollouts for row in part.rows]
     own = trainer.unwrapped.pipeline.encode(prompts)
     assert (len(batch), len(batch.condition.kept)) == (64, 8)
     assert torch.equal(batch.condition.rows, own.repeat_interleave(8))
@@ -134,7 +134,7 @@ def test_the_loss_is_the_clipped_surrogate_of_each_step(tmp_path: Path) -> None:
 
 def test_advantages_are_clipped_and_of_the_prompts_own_rewards(tmp_path: Path) -> None:
     trainer = collected(tmp_path, method__adv_clip_max=0.5, method__buffer_size=0)
-    rewards = torch.cat([part.scores for part in trainer._rollouts])
+    rewards = torch.cat([part.scores for part in trainer.collector.collection.rollouts])
     expected = ((rewards - rewards.mean()) / rewards.std(correction=0)).clamp(-0.5, 0.5)
     torch.testing.assert_close(trainer.store.experience.advantages[::2], expected, atol=1e-4, rtol=0)
     single = collected(tmp_path / "own", method__min_count=1)

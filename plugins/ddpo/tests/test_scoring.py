@@ -147,8 +147,8 @@ def test_scoring_overlaps_with_making_the_next_images(workers: int, tmp_path: Pa
     trainer.reward_fn = slow if workers else lambda **given: one.submit(slow, **given)
     trainer.collect()
     assert overlapped == [True] * 4
-    assert [r.scores.tolist() for r in trainer._rollouts] == [
-        pytest.approx(brightness(r.images), abs=1e-6) for r in trainer._rollouts
+    assert [r.scores.tolist() for r in trainer.collector.collection.rollouts] == [
+        pytest.approx(brightness(r.images), abs=1e-6) for r in trainer.collector.collection.rollouts
     ]
 
 

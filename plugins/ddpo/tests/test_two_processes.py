@@ -27,7 +27,7 @@ rank = trainer.accelerator.process_index
 said = {
     "adapter": [p.double().sum().item().hex() for p in trainer.unwrapped.parameters() if p.requires_grad],
     "rewards": trainer.tracker.state_dict(),
-    "own": [[part.prompts, part.scores.tolist()] for part in trainer._rollouts],
+    "own": [[part.prompts, part.scores.tolist()] for part in trainer.collector.collection.rollouts],
     "advantages": trainer.store.experience.advantages.tolist() if len(trainer.store) else [],
 }
 (out / f"said-{rank}.json").write_text(json.dumps(said))

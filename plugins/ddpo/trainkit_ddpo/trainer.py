@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from trainkit import AcceleratedLoop, Batch, Row, TRLConfig, register_trainer
+from trainkit import AcceleratedLoop, Batch, Collector, Row, TRLConfig, register_trainer
 from trainkit.errors import ConfigError, DataError
 from trainkit.functional import clipped_surrogate
 from trainkit.metrics import Mean, Metrics, Std
@@ -102,6 +102,21 @@ class DDPOBatch(Batch):
     def lengths(self) -> Tensor:
         """Number of positions of a latent, which determines the size of micro-batches [B]."""
         return torch.full((len(self),), self.latents[0, 0].numel())
+
+
+class ImageCollector(Collector):
+    """Collects trajectories, and waits for the rewards of their images, which are scored meanwhile."""
+
+    algorithm: DDPOTrainer
+
+    def push_experience(self) -> None:
+        """Push the trajectories of one collection to the store, and wait for their rewards.
+
+        An error of the reward function is then one of collecting, before anything is computed from the collection.
+        """
+        self.algorithm.begin_scoring()
+        super().push_experience()
+        self.algorithm.wait_for_rewards()
 
 
 @register_trainer("ddpo")
@@ -213,24 +228,27 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
 
     # ---------------------------------------------------------------------------------------------- the experience
 
-    def fill_store(self) -> None:
-        """Fill the store with one collection of experience."""
+    def _make_parts(self) -> None:
+        super()._make_parts()
+        self.collector = ImageCollector(self, self, self.inference, self._before_offloading)
+
+    def begin_scoring(self) -> None:
+        """Begin a collection, of which nothing is scored yet."""
         self._promised, self.reward_caller.seconds = [], []
-        super().fill_store()
 
-    def collect_experience(self) -> None:
-        """Push the trajectories of one collection to the store, and wait for their rewards.
+    def wait_for_rewards(self) -> None:
+        """Wait for the rewards of all images of the collection.
 
-        An error of the reward function is then one of collecting, before anything is computed from the collection.
+        Raises:
+            RewardError: the reward function failed.
         """
-        super().collect_experience()
         self._promised = [promised().clone for promised in self._promised]
 
     def make_experience(self, rows: list[Row]) -> Trajectories:
         """Return the trajectories of images for ``rows``, and start scoring them. [B, S + 1, C, h, w]."""
-        rollouts, trajectories = self.draw(rows, self._seeds(rows, "train", self._seen))
+        rollouts, trajectories = self.draw(rows, self._seeds(rows, "train", self.collector.collection.seen))
         self._promised.append(self.reward_caller.submit(rollouts, self.progress.step))
-        self._rollouts.append(replace(rollouts, images=rollouts.images.cpu()))
+        self.collector.collection.rollouts.append(replace(rollouts, images=rollouts.images.cpu()))
         return trajectories
 
     @cached_property
@@ -266,10 +284,12 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
         scores = [promised() for promised in self._promised]
         self._promised = []
         self.record({"time/reward": Mean.of(torch.tensor(sum(self.reward_caller.seconds), dtype=torch.float64))})
-        self._rollouts = [replace(part, scores=own) for part, own in zip(self._rollouts, scores, strict=True)]
+        collection = self.collector.collection
+        parts = zip(collection.rollouts, scores, strict=True)
+        collection.rollouts = [replace(part, scores=rewards) for part, rewards in parts]
         rewards = torch.cat(scores)
         self.record({"reward/mean": Mean.of(rewards), "reward/std": Std.of(rewards)})
-        rows = [row for part in self._rollouts for row in part.rows]
+        rows = [row for part in collection.rollouts for row in part.rows]
         limit, steps = self.method.adv_clip_max, self._trained_steps(rows)
         image = torch.arange(len(experience)).unsqueeze(1).expand_as(steps).flatten()
         at = steps.flatten()
@@ -353,19 +373,17 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
         """
         rows = self.read_prompts(prompts)
         self.begin()
-        at = self.progress
-        first = at.cursor + self.accelerator.process_index * len(rows)
-        rows, size = placed(rows, first), self.config.rollout.batch_size
-        self.store.clear()
-        self._begin_own_collection()
-        self._promised, self.reward_caller.seconds = [], []
-        at.prompts = len(rows)
-        with self.inference():
+        at, size = self.progress, self.config.rollout.batch_size
+        rows = placed(rows, at.cursor + self.accelerator.process_index * len(rows))
+
+        def push() -> None:
+            self.begin_scoring()
+            at.prompts = len(rows)
             for start in range(0, len(rows), size):
                 self.store.push(self.make_experience(rows[start : start + size]))
-            self._prepare_store()
-        at.cursor += len(rows) * self.accelerator.num_processes
-        return self._learn_from_store(self.passes)
+            at.cursor += len(rows) * self.accelerator.num_processes
+
+        return self._learn_own(push, self.passes)
 
     def generate(self, prompts: Any) -> ImageRollouts:
         """Generate images for one or several prompts: strings, or dicts with a ``prompt``. Training is not affected.

@@ -292,8 +292,8 @@ def test_pairs_are_the_sampled_ids_of_the_best_and_the_worst(name: str, tmp_path
     trainer = tiny_trainer(name, tmp_path, method__k=4, rollout__num_rollouts=16, rollout__batch_size=6)
     trainer.reward_fn = lambda outputs, **_: [float(len(output) + output.count("a") / 10) for output in outputs]
     trainer.collect()
-    sampled = [row for rollouts in trainer._rollouts for row in rollouts.responses]
-    texts = [text for rollouts in trainer._rollouts for text in rollouts.outputs]
+    sampled = [row for rollouts in trainer.collector.collection.rollouts for row in rollouts.responses]
+    texts = [text for rollouts in trainer.collector.collection.rollouts for text in rollouts.outputs]
     scores = torch.tensor(trainer.reward_fn(texts)).view(4, 4)
     experience = trainer.store.experience
     sides = {"online_dpo": ("chosen", "rejected"), "best_of_k": ("sequences",)}[name]

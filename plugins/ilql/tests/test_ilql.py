@@ -233,7 +233,7 @@ def test_tokens_are_drawn_from_the_policy_at_its_temperature_times_the_exponenti
 ) -> None:
     """The temperature is the policy's alone, and what is known of a rollout is the policy's too."""
     trainer = settled(tiny_trainer("ilql", tmp_path))
-    sampler, seen = trainer.engine.sampler, []  # type: ignore[attr-defined]
+    sampler, seen = trainer.sampling.engine.sampler, []  # type: ignore[attr-defined]
     honest = sampler.steer
 
     def steer(logits: Tensor, states: Tensor, settings: Any) -> Tensor:
@@ -303,7 +303,7 @@ def test_a_mask_for_all_states_holds_too(tmp_path: Path) -> None:
 def test_a_model_that_runs_by_its_own_generate_is_steered_alike(tmp_path: Path) -> None:
     trainer = settled(tiny_trainer("ilql", tmp_path))
     by_steps = trainer.generate(["ab", "c", "def"], beta=5.0, temperature=0).outputs
-    trainer.engine.sampler.fault = "as if"  # type: ignore[attr-defined]
+    trainer.sampling.engine.sampler.fault = "as if"  # type: ignore[attr-defined]
     assert trainer.generate(["ab", "c", "def"], beta=5.0, temperature=0).outputs == by_steps
     assert trainer.generate(["ab", "c", "def"], beta=0.0, temperature=0).outputs != by_steps
 
@@ -453,7 +453,7 @@ def test_an_encoder_decoder_is_steered_by_its_decoders_states(make: Any, tmp_pat
         states = model(input_ids=query.unsqueeze(0), decoder_input_ids=ids, output_hidden_states=True)
         best = heads.advantages(states.decoder_hidden_states[-1][0])[:, :8].argmax(-1)
         assert response.tolist() == best.tolist()
-    trainer.engine.sampler.fault = "as if"  # type: ignore[attr-defined]
+    trainer.sampling.engine.sampler.fault = "as if"  # type: ignore[attr-defined]
     assert trainer.generate(["ab", "cdefgh"], beta=1e6, temperature=0, max_new_tokens=5).outputs == rollouts.outputs
 
 

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from trainkit.config import EngineEntry, ModelConfig
 from trainkit.models.loading import load_model_config
 from trainkit.plugins import discover, get_hooks, get_trainer, is_registered, load_plugin
-from trainkit.plugins.registry import HookClass, hooks_of
+from trainkit.plugins.registry import Registered, hooks_of
 from trainkit.rollouts import Engine
 from trainkit.rollouts.engines import engine_class
 from trainkit.testing import Declaration, tiny_gpt2
@@ -81,7 +81,7 @@ class Subject:
         return load_plugin(self.name) if self.installed else None
 
     @cached_property
-    def hook_class(self) -> HookClass | None:
+    def hook_class(self) -> Registered | None:
         """The class with hooks that is registered as the plugin's name; None if its module has the hooks."""
         return get_hooks(self.name) if self.installed else None
 

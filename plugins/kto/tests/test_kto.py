@@ -265,9 +265,9 @@ def test_held_out_samples_may_have_labels_of_one_kind(tmp_path: Path) -> None:
 def test_unbalanced_labels_are_answered_by_one_line_of_advice(
     weights: dict[str, float], advice: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, "trainkit.data"):
+    with caplog.at_level(logging.WARNING, "trainkit_kto"):
         tiny(tmp_path, LABELLED, **weights)
-    said = [record.getMessage() for record in caplog.records if record.name.startswith("trainkit.data")]
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("trainkit_kto")]
     assert len(said) == (advice is not None)
     if advice is not None:
         assert said[0].startswith("4 samples are desirable and 12 undesirable")

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainkit import AccelerateRLTrainer, Batch, Row, Sequences, register_trainer
-from trainkit.data import Pipeline, check_labels, mismatched
+from trainkit.data import Pipeline
 from trainkit.functional import preference_accuracy
 from trainkit.metrics import Mean, Metrics
 from trainkit.models import response_logprobs
 from trainkit_kto.config import KTOConfig
+from trainkit_kto.unpaired import check_labels, mismatched
 
 
 @dataclass(frozen=True)

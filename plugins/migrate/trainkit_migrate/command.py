@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 EXIT_OF_MIGRATE = "Exit code: 0 if all settings or names have a counterpart, 1 if one has none."
 WHAT = (
     "A configuration (.yml) of trlX, TRL, async_rlhf, ddpo-pytorch or accelerate, or a script (.py) of trlX, TRL, "
-    "async_rlhf or ddpo-pytorch; docs/migrating has the tables."
+    "async_rlhf or ddpo-pytorch; docs/coming-from-*.md have the tables."
 )
 
 

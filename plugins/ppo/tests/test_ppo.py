@@ -353,7 +353,7 @@ def test_step_by_hand_is_the_path_of_the_loop(tmp_path: Path) -> None:
     looped = tiny_trainer("ppo", tmp_path / "loop", train__total_steps=8, rollout__batch_size=16)
     looped.learn()
     by_hand = tiny_trainer("ppo", tmp_path / "hand", train__total_steps=8, rollout__batch_size=16)
-    first = looped._rollouts[0]
+    first = looped.collector.collection.rollouts[0]
     found = by_hand.step(first.queries, first.responses, looped.reward_fn(outputs=first.outputs))
     assert by_hand.progress.step == 8
     assert found["reward/mean"] == pytest.approx(np.mean(looped.reward_fn(outputs=first.outputs)))

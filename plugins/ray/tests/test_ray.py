@@ -138,7 +138,7 @@ from threading import Thread
 from trainkit.testing.trainers import tiny_trainer
 trainer = tiny_trainer("rloo", Path("run"), rollout__engine={"name": "ray", "actors": 2})
 trainer.generate(["a"])
-print(*trainer.engine.pids, flush=True)
+print(*trainer.sampling.engine.pids, flush=True)
 time.sleep(600)
 """
 
@@ -231,7 +231,7 @@ def test_a_run_ends_with_the_bits_of_local(name: str, changes: dict[str, Any], c
     one, other = (ended(name, tmp_path / str(at), at, **changes) for at in ("local", "ray"))
     require_equal(one, other)
     assert one.progress.sampler_exact == other.progress.sampler_exact
-    assert len(other.engine.pids) == 1
+    assert len(other.sampling.engine.pids) == 1
 
 
 @pytest.mark.engines
@@ -240,9 +240,9 @@ def test_requests_go_to_all_actors_and_threads_are_those_of_the_learner(cluster:
     trainer.generate(["a"])
     for _ in range(3):
         trainer.generate(["a"])
-    assert [seat.turns for seat in trainer.engine.seats] == [2, 2]
-    assert len({*trainer.engine.pids}) == 2
-    assert str(trainer.engine) == "'ray' (2 actors on this machine)"
+    assert [seat.turns for seat in trainer.sampling.engine.seats] == [2, 2]
+    assert len({*trainer.sampling.engine.pids}) == 2
+    assert str(trainer.sampling.engine) == "'ray' (2 actors on this machine)"
     assert threads(trainer) == torch.get_num_threads()
     other = tiny_trainer("rloo", tmp_path, rollout__engine={"name": "ray", "threads": 3})
     other.generate(["a"])
@@ -252,7 +252,7 @@ def test_requests_go_to_all_actors_and_threads_are_those_of_the_learner(cluster:
 def threads(trainer: Any) -> int:
     import ray
 
-    found: int = ray.get(trainer.engine.seats[0].actor.__ray_call__.remote(lambda _: torch.get_num_threads()))
+    found: int = ray.get(trainer.sampling.engine.seats[0].actor.__ray_call__.remote(lambda _: torch.get_num_threads()))
     return found
 
 
@@ -277,7 +277,7 @@ def test_a_run_with_an_actor_that_is_killed_ends_as_one_without(
     with caplog.at_level(logging.WARNING, logger="trainkit_ray"):
         trainer.learn()
     told = [record.getMessage() for record in caplog.records if record.name == "trainkit_ray"]
-    assert len(told) == trainer.engine.restarts == 1
+    assert len(told) == trainer.sampling.engine.restarts == 1
     assert "of the engine 'ray' (2 actors on this machine) has died and is replaced (restart 1 of 3)" in told[0]
     straight = tiny_trainer("rloo", tmp_path / "local", **changes)
     straight.learn()
@@ -330,7 +330,7 @@ def test_one_death_more_than_max_restarts_is_an_error_with_its_cause(cluster: No
 
     trainer = tiny_trainer("rloo", tmp_path, rollout__engine={"name": "ray", "max_restarts": 0})
     trainer.generate(["a"])
-    os.kill(trainer.engine.pids[0], signal.SIGKILL)
+    os.kill(trainer.sampling.engine.pids[0], signal.SIGKILL)
     with pytest.raises(EngineError, match=r"lost actor 1, and 0 were replaced before \(max_restarts\)") as caught:
         trainer.generate(["a"])
     assert isinstance(caught.value.__cause__, RayActorError)
@@ -340,7 +340,7 @@ def test_one_death_more_than_max_restarts_is_an_error_with_its_cause(cluster: No
 def test_an_exception_in_an_actor_and_an_answer_that_is_not_finite_are_errors(cluster: None, tmp_path: Path) -> None:
     trainer = tiny_trainer("rloo", tmp_path, rollout__engine="ray")
     trainer.generate(["a"])
-    future = trainer.engine.submit(Request([[99]], [1], trainer.settings(), "generate"))
+    future = trainer.sampling.engine.submit(Request([[99]], [1], trainer.settings(), "generate"))
     with pytest.raises(EngineError, match=r"'ray' \(1 actor on this machine\) failed in actor 1: IndexError") as caught:
         future.result(60)
     assert isinstance(caught.value.__cause__, IndexError)
@@ -365,7 +365,7 @@ def test_engines_of_one_process_share_a_cluster_and_no_other(cluster: None, tmp_
 
     one, other = (tiny_trainer("rloo", tmp_path, rollout__engine="ray") for _ in range(2))
     assert one.generate(["a"]).outputs == other.generate(["a"]).outputs
-    one.engine.close()
+    one.sampling.engine.close()
     assert ray.is_initialized()
     assert other.generate(["a"]).outputs
     address = ray.get_runtime_context().gcs_address
@@ -457,7 +457,7 @@ for engine, sharding in (("local", "none"), ("ray", "none"), ("ray", "fsdp2")):
     if sharding == "none" and trainer.accelerator.is_main_process:
         torch.save(trainer.unwrapped.state_dict(), f"{engine}.pt")
     if engine == "ray":
-        trainer.engine.close()
+        trainer.sampling.engine.close()
     if sharding == "fsdp2":
         changes["rollout__engine"] = "local"
         alone = tiny_trainer("rloo", Path("run") / "alone", **changes)
@@ -499,7 +499,7 @@ from trainkit.testing.trainers import tiny_trainer
 ray.init(address="local", include_dashboard=False, num_cpus=1)
 trainer = tiny_trainer("rloo", Path("unused"), rollout__engine="ray")
 trainer.generate(["a"])
-trainer.engine.close()
+trainer.sampling.engine.close()
 assert ray.is_initialized()
 """
     with start(code, cwd=tmp_path) as done:

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tables import table
-from trainkit.charts import Line, line_chart
 from trainkit.cli import app
 from trainkit.errors import DataError
 from trainkit.runs.record import Record
@@ -25,6 +24,7 @@ from trainkit.runs.student import quantile, within
 from trainkit_report.charts import Bars, histogram, horizontal_bars, text_chart
 from trainkit_report.comparison import Paired, compare
 from trainkit_report.groups import grouped, runs_at
+from trainkit_report.lines import Line, line_chart
 from trainkit_report.report import LARGEST, changed, chosen, lasted, report
 from written import EVIL, write_run
 

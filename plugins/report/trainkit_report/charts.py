@@ -1,4 +1,4 @@
-"""Histograms, bars and charts for terminals; those as SVG text have the style sheet of `trainkit.charts`."""
+"""Histograms, bars and charts for terminals; those as SVG text have the style sheet ``charts.css``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
-from trainkit.charts import Line
-from trainkit.charts.lines import (
+from trainkit_report.lines import (
     BOTTOM,
     HEIGHT,
     LEFT,
@@ -17,6 +16,7 @@ from trainkit.charts.lines import (
     TOP,
     WIDTH,
     Axis,
+    Line,
     axes,
     is_shown,
     short,

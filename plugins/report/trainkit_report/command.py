@@ -114,7 +114,7 @@ def _table(found: Comparison) -> Iterator[str]:
 
 
 def _mean(group: Group, metric: str) -> str:
-    from trainkit.charts import number
+    from trainkit.tables import number
     from trainkit_report.groups import spread
 
     values = list(group.final(metric).values())

@@ -11,10 +11,10 @@ from os.path import commonpath
 from pathlib import Path
 from typing import Any
 
-from trainkit.charts import Line, line_over_steps, mean
 from trainkit.config import differences
 from trainkit.errors import DataError
 from trainkit.runs.record import Record, find_runs
+from trainkit_report.lines import Line, line_over_steps, mean
 
 NOT_COMPARED = ("train.seed", "train.run_dir", "train.resume", "train.trackers")
 """Settings that runs of one group may differ in."""

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from trainkit.charts.lines import STYLE
 from trainkit_report.charts import legend
+from trainkit_report.lines import STYLE
 
 if TYPE_CHECKING:
     from jinja2 import Environment

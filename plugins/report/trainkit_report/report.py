@@ -13,14 +13,15 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from trainkit.charts import Line, line_chart, mean, number
 from trainkit.errors import DataError, printable
 from trainkit.runs.health import CHECKS, found_in
 from trainkit.runs.provenance import said
 from trainkit.runs.record import Record, main_metric
+from trainkit.tables import number
 from trainkit_report.charts import Bars, histogram, horizontal_bars
 from trainkit_report.comparison import Comparison
 from trainkit_report.groups import Group, differing, grouped, name_of, spread
+from trainkit_report.lines import Line, line_chart, mean
 from trainkit_report.page import TEMPLATES, render
 
 LARGEST = 1_000_000

@@ -88,7 +88,7 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
         if new:
             parts.append(self.sample(new))
             scores.insert(0, per_response(self.score(parts[0])))
-            self._sampling.scores.append(scores[0])  # the loop tells if all are equal
+            self.collector.current.scores.append(scores[0])  # the loop tells if all are equal
         found = scores[0][scores[0].isfinite()] if new else scores[0][:0]
         self.record({"reward/mean": Mean.of(found), "reward/std": Std.of(found)})
         if rest:

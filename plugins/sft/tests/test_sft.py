@@ -17,10 +17,11 @@ import trainkit
 from tables import table
 from trainkit import Sequences
 from trainkit.errors import ConfigError
-from trainkit.models import check_packing, embedding_noise, make_policy
+from trainkit.models import check_packing, make_policy
 from trainkit.testing import tiny_gpt2, tiny_llama, tiny_t5
 from trainkit.testing.trainers import PROMPTS, SAMPLES, tiny_trainer
 from trainkit_sft import best_fit
+from trainkit_sft.noise import embedding_noise
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -14,8 +14,9 @@ from trainkit import AccelerateRLTrainer, Batch, Row, Sequences, TRLConfig, regi
 from trainkit.errors import ConfigError
 from trainkit.functional import nll
 from trainkit.metrics import Mean, Metrics
-from trainkit.models import check_packing, embedding_noise, load_model, make_policy
+from trainkit.models import check_packing, load_model, make_policy
 from trainkit_sft.config import SFTConfig
+from trainkit_sft.noise import embedding_noise
 
 B = TypeVar("B", bound=Batch)
 

@@ -23,10 +23,11 @@ from typer.testing import CliRunner
 
 from tables import table
 from trainkit.cli import app
-from trainkit.errors import ConfigError, SweepError
+from trainkit.errors import ConfigError, DataError, SweepError
 from trainkit.runs.record import find_runs
 from trainkit_sweep import Sweep, read_sweep, run_sweep, running, trials
 from trainkit_sweep.coordinates import Coordinate, parallel_coordinates
+from trainkit_sweep.lines import AddedLines
 from trainkit_sweep.results import best_config, importances, write_best, write_report
 from trainkit_sweep.settings import Range
 from trainkit_sweep.study import ALIVE, GRACE, OWNER, Study
@@ -599,3 +600,21 @@ def test_a_sweep_of_an_algorithm_alone_ends_with_a_configuration_that_trains_ali
     again, first = next(find_runs(Path("runs"))), next(find_runs(Path("sweeps")))
     assert again.series["eval/reward"] == first.series["eval/reward"]
     assert f"best: eval/reward {first.series['eval/reward'][4]:.4g}, trial 0" in printed
+
+
+def test_added_lines_are_read_once_and_anew_if_the_file_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    added = AddedLines(path)
+    assert added.read() == ([], False)
+    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert added.read() == ([{"step": 1}, {"step": 2}], True)
+    assert added.read() == ([], False)
+    with path.open("a") as file:
+        file.write('ep": 3}\n')
+    assert added.read() == ([{"step": 3}], False)
+    (tmp_path / "other").write_text('{"step": 1}\n{"step": 22}\n{"step": 3}\n{"step": 4}\n')  # longer
+    (tmp_path / "other").replace(path)
+    assert added.read() == ([{"step": 1}, {"step": 22}, {"step": 3}, {"step": 4}], True)
+    path.write_text("nonsense\n")
+    with pytest.raises(DataError, match=r"metrics\.jsonl: a line is not a JSON object"):
+        added.read()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from trainkit.charts.lines import NAMESPACE
+from trainkit_report.lines import NAMESPACE
 
 WIDTH, HEIGHT = 960, 320
 SIDE, TOP, BOTTOM = 80, 34, 26

@@ -12,9 +12,9 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from optuna.exceptions import ExperimentalWarning
 from optuna.trial import FrozenTrial, TrialState
 
-from trainkit.charts import Line, line_chart
 from trainkit.errors import SweepError, printable
 from trainkit_report.charts import Bars, horizontal_bars
+from trainkit_report.lines import Line, line_chart
 from trainkit_report.page import render
 from trainkit_sweep.coordinates import Coordinate, parallel_coordinates
 from trainkit_sweep.progress import WORDS, measured, number

@@ -22,8 +22,8 @@ from optuna.trial import Trial
 from trainkit.errors import TrainkitError, printable, suggest
 from trainkit.plain import to_yaml
 from trainkit.runs.lock import is_held
-from trainkit.runs.record import AddedLines
 from trainkit_sweep.child import PATIENCE
+from trainkit_sweep.lines import AddedLines
 from trainkit_sweep.sources import Sweep
 
 DATA = ("task", "prompts", "samples", "eval_prompts", "eval_samples", "reward_fn", "environment")

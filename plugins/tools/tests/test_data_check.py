@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import re
@@ -20,11 +21,12 @@ from test_data_files import FORMATS
 from trainkit.cli import app
 from trainkit.config import TRLConfig
 from trainkit.data import PLAIN_TEMPLATE
-from trainkit.data.ahead import TokenizerAhead
 from trainkit.data.pipeline import encode_joint, encode_sample
 from trainkit.errors import DataError
 from trainkit.plugins import get_trainer
 from trainkit.testing import character_tokenizer, tiny_gpt2
+from trainkit_tools.ahead import TokenizerAhead
+from trainkit_tools.data import row_lines
 from trainkit_tools.inspection import Reading, inspect, kind_of, usual_kind
 
 ANSWER = {"prompt": "2+2?", "completion": " 4"}
@@ -517,3 +519,12 @@ def test_tokens_that_pairs_lose_are_those_of_both_sides() -> None:
         "repeated prompt": [1],
     }
     assert found.tokens_lost == (4 + 31 - 12) + 3 + 2 * (30 + 3 - 12)
+
+
+@table(
+    "name, lines", [("rows.jsonl", [1, 3]), ("rows.jsonl.gz", [1, 3]), ("rows.txt", [1, 2, 3, 4]), ("rows.json", [])]
+)
+def test_rows_have_the_numbers_of_their_lines(name: str, lines: list[int], tmp_path: Path) -> None:
+    content = b'"a"\n\n"b"\n  \n'
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    assert row_lines(tmp_path / name) == lines

@@ -15,7 +15,8 @@ from trainkit.cli.inference import Best, MaxNewTokens, Model, Seed, Temperature,
 from trainkit.errors import ConfigError, TrainkitError, printable, suggest
 
 if TYPE_CHECKING:
-    from trainkit.trainer.inference import Conversation, Tried
+    from trainkit.trainer.inference import Tried
+    from trainkit_tools.conversation import Conversation
 
 Ask = Callable[..., str]
 """Gets a conversation and ``tell``, and returns the answer."""
@@ -47,7 +48,7 @@ def chat(
     Conversations are written with the tokenizer's chat template. A model without one continues each line as text.
     Lines may also come through a pipe. A line that ends with a backslash is continued by the next one.
     """
-    from trainkit.trainer.inference import Conversation
+    from trainkit_tools.conversation import Conversation
 
     seed = secrets.randbelow(2**31) if seed is None else seed
     given = [model] if compare is None else [model, compare]
@@ -75,7 +76,7 @@ def tell(text: str) -> None:
 
 
 def _begin(tried: Tried, system: str | None) -> Conversation:
-    from trainkit.trainer.inference import Conversation
+    from trainkit_tools.conversation import Conversation
 
     made = Conversation(tried, system)
     if not made.has_template:

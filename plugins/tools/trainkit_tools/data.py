@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainkit.cli.console import RemoteCode, WithOverrides, complete_method, lines, mark
-from trainkit.cli.files import read_data, row_lines, wrong_lines
+from trainkit.cli.files import kind_of, lines_of, read_data
 from trainkit.cli.training import parse_overrides
 from trainkit.errors import ConfigError, DataError, PluginError, RegistryError, printable
 from trainkit.plugins import load_function
@@ -128,6 +128,25 @@ def read_rows(source: str) -> Sequence[Any]:
         more = f", and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
         named = ", ".join(map(str, wrong[:SHOWN]))
         raise DataError(f"{error}\n{len(wrong)} lines are not JSON: {named}{more}") from error
+
+
+def row_lines(path: Path) -> list[int]:
+    """Return the number of each row's line; none of a file that has not a row per line."""
+    by_line = kind_of(path) if path.is_file() else ""
+    if by_line not in (".jsonl", ".txt"):
+        return []
+    return [at for at, line in enumerate(lines_of(path), start=1) if by_line == ".txt" or line.strip()]
+
+
+def wrong_lines(path: Path) -> list[int]:
+    """Return the numbers of the lines of a ``.jsonl`` file that are not JSON; none of another file."""
+    wrong = []
+    for at, line in enumerate(lines_of(path) if kind_of(path) == ".jsonl" and path.is_file() else [], start=1):
+        try:
+            json.loads(line.strip() or "null")
+        except (ValueError, RecursionError):
+            wrong.append(at)
+    return wrong
 
 
 # ----------------------------------------------------------------------------------------------- how the rows are read

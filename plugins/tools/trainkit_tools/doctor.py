@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import typer
 
 from trainkit.cli.console import mark
 from trainkit.errors import DataError, printable
-from trainkit.security import without_logins
+from trainkit.security import MASK
 from trainkit.version import __version__
 
 Facts = dict[str, dict[str, Any]]
@@ -85,10 +86,15 @@ def installation() -> Facts:
             "disk": f"{_gigabytes(disk.free)} of {_gigabytes(disk.total)} free",
         },
         "environment": {
-            name: without_logins(value) if name in VARIABLES else "(set)" for name, value in sorted(set_here.items())
+            name: _without_logins(value) if name in VARIABLES else "(set)" for name, value in sorted(set_here.items())
         },
         "checks": _checks(disk.free),
     }
+
+
+def _without_logins(text: str) -> str:
+    """Return ``text`` with a mask in place of user and password in each address, and of what follows its ``?``."""
+    return re.sub(r"\?\S+", f"?{MASK}", re.sub(r"(^|\s|://)[^/\s@]+@", rf"\1{MASK}@", text))
 
 
 def _gigabytes(amount: int) -> str:

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from trainkit.data.ahead import TokenizerAhead
 from trainkit.data.batches import Row
 from trainkit.data.chat import PLAIN_TEMPLATE, SETTINGS, is_conversation
 from trainkit.data.columns import STEPWISE, is_given, row_without, why_refused
 from trainkit.data.formats import (
     ALPACA,
     EXPECTED,
+    check_both_labels,
     columns_read,
     first_format,
     labelled,
@@ -44,9 +44,9 @@ from trainkit.data.pipeline import (
     pair_sides,
 )
 from trainkit.data.tokenised import COLUMNS, PAIR_COLUMNS
-from trainkit.data.unpaired import check_both
 from trainkit.errors import DataError
 from trainkit.seeding import SEEDED
+from trainkit_tools.ahead import TokenizerAhead
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -359,7 +359,7 @@ class _Inspector:
             if not len(rows):
                 self._rows([], 0, talk=False)
             if self.reading.kind == "labels" and self.labels:
-                check_both(self.labels["true"], self.labels["false"])
+                check_both_labels(self.labels["true"], self.labels["false"])
             equal, dropped = self.found.findings.get("equal", Found()), self.found.findings.get("dropped")
             if len(rows) and equal.count == len(rows):
                 raise DataError(f"all {len(rows)} pairs have the same chosen and rejected output; give others")

@@ -104,7 +104,7 @@ def test_weights_that_another_run_has_loaded_are_noticed(home: Any, url: str, tm
     other.sample(other.pipeline.take(0, 2))
     with pytest.raises(EngineError, match=r"this run has loaded \S+. Does another run use the server"):
         ask(home.engine, [[1, 2]])
-    other.engine.close()
+    other.sampling.engine.close()
 
 
 # ----------------------------------------------------------------------------------------------------------- runs
@@ -116,14 +116,14 @@ def test_a_run_learns_with_the_weights_of_every_step(url: str, tmp_path: Path) -
     assert made.progress.step == 6
     rows = made.pipeline.take(0, 8)
     rollouts = made.sample(rows, temperature=0.7)
-    assert made.engine.loads >= 2
+    assert made.sampling.engine.loads >= 2
     assert rollouts.versions is not None
     assert rollouts.versions.tolist() == [6] * 8
     ids = [row[mask].tolist() for row, mask in zip(*_masked(rollouts), strict=True)]
     expected = policy_logprobs(made.unwrapped.model, made.text.queries(rows), ids, 0.7)
     found = rollouts.logprobs[rollouts.sequences.response_mask]
     assert (found - expected).abs().max() < 1e-4
-    made.engine.close()
+    made.sampling.engine.close()
 
 
 def _masked(rollouts: Any) -> tuple[Tensor, Tensor]:
@@ -161,14 +161,15 @@ def test_collections_are_sampled_beside_the_training(method: str, url: str, tmp_
     )
     made.learn()
     assert made.progress.step == 10
-    assert made.correction == "decoupled"
+    assert made.correction.kind == "decoupled"
     assert noted.versions == [[0], [0], [2], [4], [6]]
     steps = [found for found in noted.logged if "rollout/staleness" in found]
     assert [found["rollout/staleness"] for found in steps] == [0, 1, 1, 1, 1]
     assert steps[0]["rollout/effective_sample_size"] == pytest.approx(1, abs=1e-4)
     assert 0.2 < steps[-1]["rollout/effective_sample_size"] < 0.99999
-    assert made.engine.loads >= 4, "the log-probabilities of the fourth weights are compared while others are trained"
-    made.engine.close()
+    loads = made.sampling.engine.loads
+    assert loads >= 4, "the log-probabilities of the fourth weights are compared while others are trained"
+    made.sampling.engine.close()
 
 
 class Echo:
@@ -193,7 +194,7 @@ def test_episodes_of_several_turns_reuse_the_prefix_cache(url: str, tmp_path: Pa
     hits = cached(url)
     made.learn()
     assert made.progress.step == 6
-    made.engine.close()
+    made.sampling.engine.close()
     assert cached(url) > hits
 
 
@@ -213,7 +214,7 @@ def test_an_adapter_alone_is_loaded_and_is_exact(home: Any, url: str, tmp_path: 
     inner, state = made.unwrapped.model, home.model.state_dict()
     inner.load_state_dict({_wrapped(inner, name): tensor for name, tensor in state.items()}, strict=False)
     made.learn()
-    written = [path.name for path in made.engine.loaded[0].iterdir()]
+    written = [path.name for path in made.sampling.engine.loaded[0].iterdir()]
     assert sorted(written) == ["adapter_config.json", "adapter_model.safetensors"]
     rows = made.pipeline.take(0, 8)
     with torch.no_grad():
@@ -226,7 +227,7 @@ def test_an_adapter_alone_is_loaded_and_is_exact(home: Any, url: str, tmp_path: 
     queries = made.text.queries(rows)
     assert (found - policy_logprobs(inner, queries, ids, 0.7)).abs().max() < 1e-4
     assert (found - policy_logprobs(home.model, queries, ids, 0.7)).abs().max() > 1e-2, "the adapter has an effect"
-    made.engine.close()
+    made.sampling.engine.close()
 
 
 def _wrapped(model: Any, name: str) -> str:
@@ -246,17 +247,17 @@ if __name__ == "__main__":
     made = trainer(Path({str(tmp_path / "run")!r}), {{"name": "vllm", "mode": "process", "kv_cache": 0.25}})
     made.unwrapped.model.load_state_dict(torch.load({str(tmp_path / "weights.pt")!r}))
     before = torch.get_rng_state()
-    made.engine.load(made.sampling.weights)
+    made.sampling.engine.load(made.sampling.weights)
     assert torch.equal(before, torch.get_rng_state()), "the global generator is unchanged"
-    answer = ask(made.engine, QUERIES, max_new_tokens=12, temperature=1.7, top_p=0.8)
+    answer = ask(made.sampling.engine, QUERIES, max_new_tokens=12, temperature=1.7, top_p=0.8)
     off = answer.logprobs - policy_logprobs(made.unwrapped.model, QUERIES, answer.ids, 1.7)
     assert off.abs().max() < 1e-4
     print("ids", answer.ids)
     made.learn()
     assert made.progress.step == 6
     made.sample(made.pipeline.take(0, 2))
-    made.engine._check_logprobs(0, made.unwrapped.model)
-    made.engine.close()
+    made.sampling.engine._check_logprobs(0, made.unwrapped.model)
+    made.sampling.engine.close()
 """
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     (tmp_path / "script.py").write_text(script)
@@ -364,7 +365,7 @@ trainer = tiny_trainer(
 )
 trainer.sharding._gather = refused
 trainer.learn()
-trainer.engine.close()
+trainer.sampling.engine.close()
 torch.distributed.destroy_process_group()
 """
 

@@ -18,7 +18,9 @@ from trainkit import AccelerateRLTrainer, Sequences, Verdict
 from trainkit.functional import at_last, per_response
 from trainkit.models import Reference
 from trainkit.seeding import generator
-from trainkit.trainer import optim
+from trainkit.trainer import Progress, optim
+from trainkit.trainer.collect import RolloutCollector
+from trainkit.trainer.models import Models
 from trainkit.trainer.sampling import Sampling
 from trainkit.trainer.update import Updater
 
@@ -46,6 +48,36 @@ class WithSampling(Loop):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.sampling.__class__ = self.sampling_class
+
+
+class WithModels(Loop):
+    """A loop whose models, optimizer and schedule are restored in another way."""
+
+    models_class: type[Models]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.models.__class__ = self.models_class
+
+
+class WithProgress(Loop):
+    """A loop whose progress is restored in another way."""
+
+    progress_class: type[Progress]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.progress.__class__ = self.progress_class
+
+
+class WithCollector(Loop):
+    """A loop that collects in another way."""
+
+    collector_class: type[RolloutCollector]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.collector.__class__ = self.collector_class
 
 
 class MeansOfMeans(WithUpdater):
@@ -124,26 +156,28 @@ class GlobalRandomness(WithUpdater):
 # ------------------------------------------------------------------------------------------------ saving and resuming
 
 
-class OptimizerForgotten(Loop):
+class OptimizerForgotten(WithModels):
     """Adam's moments are not loaded."""
 
-    def load_loop_state(self, state: Any) -> None:
-        fresh = copy.deepcopy(self.optimizer.state_dict())
-        super().load_loop_state({**state, "optimizer": fresh})
+    class models_class(Models):
+        def load_state_dict(self, state: Any, step: int) -> None:
+            super().load_state_dict({**state, "optimizer": copy.deepcopy(self.optimizer.state_dict())}, step)
 
 
-class PositionForgotten(Loop):
+class PositionForgotten(WithProgress):
     """A resumed run begins its collection again."""
 
-    def load_loop_state(self, state: Any) -> None:
-        super().load_loop_state({**state, "progress": {**state["progress"], "epoch": 0, "position": 0}})
+    class progress_class(Progress):
+        def become(self, other: Progress) -> None:
+            super().become(replace(other, epoch=0, position=0))
 
 
-class CursorForgotten(Loop):
+class CursorForgotten(WithProgress):
     """A resumed run reads the prompts from the first one on."""
 
-    def load_loop_state(self, state: Any) -> None:
-        super().load_loop_state({**state, "progress": {**state["progress"], "cursor": 0}})
+    class progress_class(Progress):
+        def become(self, other: Progress) -> None:
+            super().become(replace(other, cursor=0))
 
 
 class SamplerForgotten(WithSampling):
@@ -157,11 +191,12 @@ class SamplerForgotten(WithSampling):
             return super().sample(rows, settings, purpose, seeds)
 
 
-class ScheduleForgotten(Loop):
+class ScheduleForgotten(WithModels):
     """A resumed run begins its schedule again."""
 
-    def load_loop_state(self, state: Any) -> None:
-        super().load_loop_state({**state, "scheduler": copy.deepcopy(self.models.scheduler.state_dict())})
+    class models_class(Models):
+        def load_state_dict(self, state: Any, step: int) -> None:
+            super().load_state_dict({**state, "scheduler": copy.deepcopy(self.scheduler.state_dict())}, step)
 
 
 class ExportedWrapper(Loop):
@@ -210,39 +245,42 @@ class DrawnByRank(WithSampling):
             return super().sample(rows, settings, purpose, [seed ^ self.parallel.rank for seed in seeds])
 
 
-class ShuffledApart(Loop):
+class ShuffledApart(WithCollector):
     """A step has as many rows of each process, which the process has chosen among its own."""
 
-    def _one_pass(self) -> Any:
-        at, size = self.progress, self.config.train.batch_size // self.accelerator.num_processes
-        order = generator(self.config.train.seed, "order", at.collection, at.epoch)
-        for batch in self.store.batches(size, order, start=at.position):
-            if at.stopped:
-                return
-            at.position += 1
-            if at.position * size >= len(self.store):
-                at.epoch, at.position = at.epoch + 1, 0
-            yield batch
+    class collector_class(RolloutCollector):
+        def one_pass(self) -> Any:
+            at, size = self.progress, self.config.train.batch_size // self.parallel.world
+            order = generator(self.config.train.seed, "order", at.collection, at.epoch)
+            for batch in self.store.batches(size, order, start=at.position):
+                if at.stopped:
+                    return
+                at.position += 1
+                if at.position * size >= len(self.store):
+                    at.epoch, at.position = at.epoch + 1, 0
+                yield batch
 
 
-class ObservationsDropped(Loop):
+class ObservationsDropped(WithCollector):
     """Experience is made of prompts and outputs."""
 
-    def _experience(self, rollouts: Any, scores: Any) -> Any:
-        pairs = ([ids.tolist() for ids in side] for side in (rollouts.queries, rollouts.responses))
-        sequences = Sequences.from_lists(*pairs)
-        bare = replace(rollouts, sequences=sequences, logprobs=None, entropy=None, hidden=None)
-        return super()._experience(bare, per_response(scores))
+    class collector_class(RolloutCollector):
+        def experience(self, rollouts: Any, scores: Any) -> Any:
+            pairs = ([ids.tolist() for ids in side] for side in (rollouts.queries, rollouts.responses))
+            sequences = Sequences.from_lists(*pairs)
+            bare = replace(rollouts, sequences=sequences, logprobs=None, entropy=None, hidden=None)
+            return super().experience(bare, per_response(scores))
 
 
-class ObservationsTrained(Loop):
+class ObservationsTrained(WithCollector):
     """The response is everything after the prompt."""
 
-    def _experience(self, rollouts: Any, scores: Any) -> Any:
-        sequences = rollouts.sequences
-        whole = replace(sequences, response_mask=sequences.attention_mask & ~sequences.prompt_mask)
-        bare = replace(rollouts, sequences=whole, logprobs=None, entropy=None, hidden=None)
-        return super()._experience(bare, scores)
+    class collector_class(RolloutCollector):
+        def experience(self, rollouts: Any, scores: Any) -> Any:
+            sequences = rollouts.sequences
+            whole = replace(sequences, response_mask=sequences.attention_mask & ~sequences.prompt_mask)
+            bare = replace(rollouts, sequences=whole, logprobs=None, entropy=None, hidden=None)
+            return super().experience(bare, scores)
 
 
 class LastTurnPaid(Loop):

@@ -83,8 +83,10 @@ def learnt(bench: Bench, correction: str, ratio: float) -> tuple[Learnt, set[Ids
     shift[half:] = 0
     with torch.no_grad():
         known: Any = trainer.unwrapped(rollouts.sequences).logprobs
-        trainer.store.push(trainer._experience(replace(rollouts, logprobs=known - shift * mask, hidden=None), scores))
-        trainer._prepare_store()
+        trainer.store.push(
+            trainer.collector.experience(replace(rollouts, logprobs=known - shift * mask, hidden=None), scores)
+        )
+        trainer.collector.prepare()
     found = {ids: value.detach() for ids, value in credits_of(trainer, trainer.store.experience).items()}
     ids = ids_of(rollouts.sequences)
     return found, set(ids[:half]) - set(ids[half:])

@@ -139,7 +139,7 @@ def given_responses(bench: Bench) -> None:
     """
     made, reward = _Made(), _fractions({})
     usual, trainer = bench.collected(arguments={"reward_fn": reward}), bench.trainer(callbacks=[made])
-    rollouts = Rollouts.cat(usual._rollouts)
+    rollouts = Rollouts.cat(usual.collector.collection.rollouts)
     trainer.models.build()  # made before its weights are copied
     before = weights(trainer)
     trainer.step(rollouts.queries, rollouts.responses, reward(rollouts.prompts, rollouts.outputs))
@@ -152,7 +152,7 @@ def given_responses(bench: Bench) -> None:
 def _sampled(bench: Bench) -> list[Ids]:
     """Return the responses of the first collection, with the scores of `_fractions`."""
     trainer = bench.collected(arguments={"reward_fn": _fractions({})})
-    return [ids for rollouts in trainer._rollouts for ids in ids_of(rollouts.sequences)]
+    return [ids for rollouts in trainer.collector.collection.rollouts for ids in ids_of(rollouts.sequences)]
 
 
 def _texts(bench: Bench, sampled: list[Ids]) -> list[tuple[str, str]]:
@@ -276,7 +276,7 @@ def _moved(bench: Bench, by: float, **changes: Any) -> tuple[Any, Sequences]:
     trainer.models.build()  # the reference is made with it
     push_away(trainer.unwrapped.model, by)
     trainer.collect()
-    sequences = Sequences.cat([rollouts.sequences for rollouts in trainer._rollouts])
+    sequences = Sequences.cat([rollouts.sequences for rollouts in trainer.collector.collection.rollouts])
     return trainer, sequences.to(trainer.accelerator.device)
 
 
@@ -455,7 +455,7 @@ def _of_same_responses(rounded: Any, exact: Any) -> Batch:
     batch: Batch = exact.store.experience
     if not exact.online or type(exact).make_experience is not AccelerateRLTrainer.make_experience:
         return batch
-    parts = [replace(part, logprobs=None, entropy=None) for part in exact._rollouts]
+    parts = [replace(part, logprobs=None, entropy=None) for part in exact.collector.collection.rollouts]
     rounded.sample = lambda *_, **__: parts.pop(0)
     rounded.collect()
     made: Batch = rounded.store.experience

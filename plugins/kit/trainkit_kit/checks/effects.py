@@ -126,19 +126,19 @@ def _loss(bench: Bench, settings: dict[str, Any]) -> Tensor:
 
 def _collections(bench: Bench, settings: dict[str, Any]) -> int:
     trainer = bench.trainer(**{"train.total_steps": 12, **settings})
-    honest, made = trainer.fill_store, list[int]()
+    honest, made = trainer.collector.fill, list[int]()
 
     def fill() -> None:
         made.append(1)
         honest()
 
-    trainer.fill_store = fill
+    trainer.collector.fill = fill
     trainer.learn()
     return len(made)
 
 
 def _responses(bench: Bench, settings: dict[str, Any]) -> float:
-    rollouts = Rollouts.cat(bench.collected(**settings)._rollouts)
+    rollouts = Rollouts.cat(bench.collected(**settings).collector.collection.rollouts)
     return len(rollouts.rows) / len({tuple(query.tolist()) for query in rollouts.queries})
 
 
@@ -236,7 +236,7 @@ SIMPLE: dict[str, Measure] = {
 
 def _ended(trainer: Any) -> dict[Any, bool]:
     """Return whether each sampled response has ended, by its ids."""
-    rollouts = Rollouts.cat(trainer._rollouts)
+    rollouts = Rollouts.cat(trainer.collector.collection.rollouts)
     return dict(zip(ids_of(rollouts.sequences), rollouts.terminated.tolist(), strict=True))
 
 

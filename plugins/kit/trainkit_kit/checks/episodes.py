@@ -56,7 +56,7 @@ def episodes_are_whole(bench: Bench) -> None:
     environment's tokens.
     """
     trainer = playing(bench).collected()
-    played = {_signed(row) for part in trainer._rollouts for row in _rows(part.sequences)}
+    played = {_signed(row) for part in trainer.collector.collection.rollouts for row in _rows(part.sequences)}
     held = [row for sequences in sequences_in(weighted(trainer.store.experience)) for row in _rows(sequences)]
     require(held, "the experience has no sequences")
     for row in held:
@@ -87,7 +87,7 @@ def turn_rewards(bench: Bench) -> None:
     Rewards of turns that are all placed at the end of an episode, or lost, teach the first turn nothing of its own.
     """
     usual = playing(bench, paying({})).collected()
-    rollouts = Rollouts.cat(usual._rollouts)
+    rollouts = Rollouts.cat(usual.collector.collection.rollouts)
     assert rollouts.turns is not None, "they were played with an environment"
     outputs = [[turn["output"] for turn in turns] for turns in rollouts.turns]
     for number in (0, 1):

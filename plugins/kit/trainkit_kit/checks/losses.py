@@ -209,7 +209,7 @@ def _changed(before: Learnt, after: Learnt) -> set[Ids]:
 def _by_sampling(bench: Bench, under: Mapping[str, Any]) -> Change:
     """Return what is learnt with the scores of a collection, and if its lowest score is raised by one."""
     trainer = bench.collected(**under, arguments={"reward_fn": fractions})
-    rollouts = Rollouts.cat(trainer._rollouts)
+    rollouts = Rollouts.cat(trainer.collector.collection.rollouts)
     texts = list(zip(rollouts.prompts, rollouts.outputs, strict=True))
     scores = fractions(rollouts.prompts, rollouts.outputs)
     once = [index for index, text in enumerate(texts) if texts.count(text) == 1]

@@ -205,7 +205,7 @@ def sampled_ids(bench: Bench) -> None:
     tokenizer = merging_tokenizer()
     arguments = {"tokenizer": tokenizer, "prompts": ["a", "b", "ab", "bab"]}
     trainer = bench.in_one_turn().collected(model=tiny_gpt2(len(tokenizer)), arguments=arguments)
-    sampled = {ids for rollouts in trainer._rollouts for ids in ids_of(rollouts.sequences)}
+    sampled = {ids for rollouts in trainer.collector.collection.rollouts for ids in ids_of(rollouts.sequences)}
     changed = [r for _, r in sampled if tuple(tokenizer(tokenizer.decode(list(r)))["input_ids"]) != r]
     require(len(changed) > len(sampled) // 8, "too few responses would change if they were tokenised again")
     for reading in readings(trainer, weighted(trainer.store.experience)):
@@ -240,7 +240,7 @@ def eos_is_trained(bench: Bench) -> None:
 def _ended(trainer: Any, *, of_episodes: bool) -> dict[Ids, bool]:
     """Return whether EOS ended each response; an environment says only whether it ended the episode."""
     eos, found = trainer.tokenizer.eos_token_id, dict[Ids, bool]()
-    for part in trainer._rollouts:
+    for part in trainer.collector.collection.rollouts:
         for ids, terminated in zip(ids_of(part.sequences), part.terminated.tolist(), strict=True):
             found[ids] = ids[1][-1] == eos if of_episodes else terminated
     return found

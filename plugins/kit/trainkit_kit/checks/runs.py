@@ -156,7 +156,7 @@ def _require_records(metrics: dict[str, Any]) -> None:
 def _heard(trainer: Any) -> list[list[str]]:
     """Return a list that collects the metric names of every call of `loss`; recorded metrics are checked, too."""
     losses: list[list[str]] = []
-    loss, record, fill = trainer.loss, trainer.record, trainer.fill_store
+    loss, record, fill = trainer.loss, trainer.recorder.record, trainer.collector.fill
     filling = False
 
     def heard_loss(batch: Any) -> Any:
@@ -178,7 +178,7 @@ def _heard(trainer: Any) -> list[list[str]]:
         finally:
             filling = False
 
-    trainer.loss, trainer.record, trainer.fill_store = heard_loss, heard_record, heard_fill
+    trainer.loss, trainer.recorder.record, trainer.collector.fill = heard_loss, heard_record, heard_fill
     return losses
 
 

@@ -92,7 +92,7 @@ def credit_follows_scores(bench: Bench) -> None:
 
 def _groups(trainer: Any) -> list[list[tuple[float, Ids]]]:
     """Return the scores and ids of the responses to each prompt of a collection, in the order of the scores."""
-    rollouts, size = Rollouts.cat(trainer._rollouts), trainer.samples_per_prompt
+    rollouts, size = Rollouts.cat(trainer.collector.collection.rollouts), trainer.samples_per_prompt
     scores = trainer.reward_fn(prompts=rollouts.prompts, outputs=rollouts.outputs)
     rows = list(zip(scores, ids_of(rollouts.sequences), strict=True))
     return [sorted(rows[start : start + size]) for start in range(0, len(rows), size)]
@@ -126,7 +126,7 @@ def prompts_may_repeat(bench: Bench) -> None:
     trainer = bench.trainer(**{**settings, "rollout.max_new_tokens": 3}, arguments={"reward_fn": fractions})
     size = trainer.samples_per_prompt
     trainer.collect()
-    rollouts = Rollouts.cat(trainer._rollouts)
+    rollouts = Rollouts.cat(trainer.collector.collection.rollouts)
     scores = fractions(rollouts.prompts, rollouts.outputs)[: 2 * size]
     queries, responses = rollouts.queries[: 2 * size], rollouts.responses[: 2 * size]
     found = []
@@ -328,7 +328,7 @@ def own_score_left_out(bench: Bench) -> None:
             # with one token, it makes no difference what the loss divides a response by
             settings = {**sized(bench, size), **structure.under, "rollout.max_new_tokens": 1}
             sampled = bench.collected(**settings, arguments={"reward_fn": fractions})
-            rollouts, size = Rollouts.cat(sampled._rollouts), sampled.samples_per_prompt
+            rollouts, size = Rollouts.cat(sampled.collector.collection.rollouts), sampled.samples_per_prompt
             at = _alone(rollouts)
             changes = _changes(bench, settings, sampled, raised((rollouts.prompts[at], rollouts.outputs[at])))
             ids = ids_of(rollouts.sequences)
@@ -516,7 +516,7 @@ def kl_penalty_counts_where_declared(bench: Bench) -> None:
         grouped = bool(bench.subject.trainer_class.group)
         settings = {**(sized(bench, 3) if grouped else {}), **structure.under}
         trainer = bench.collected(**settings, arguments={"reward_fn": fractions})
-        rollouts, size = Rollouts.cat(trainer._rollouts), trainer.samples_per_prompt
+        rollouts, size = Rollouts.cat(trainer.collector.collection.rollouts), trainer.samples_per_prompt
         ids = ids_of(rollouts.sequences)
         at = next((i for i in range(len(ids)) if len(ids[i][1]) > 2 and ids.count(ids[i]) == 1), None)
         require(at is not None, "no response of the tiny run has three tokens")

@@ -1,4 +1,4 @@
-"""Charts of lines: their scale and ticks; and the metric that is charted."""
+"""Charts of lines: their scale and ticks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tables import table
-from trainkit.charts import Line, line_chart, parts_of
-from trainkit.charts.lines import Axis
-from trainkit.runs.record import main_metric
+from trainkit_report.lines import Axis, Line, line_chart, parts_of
 
 
 def test_a_line_is_drawn_to_scale_which_is_logarithmic_for_values_far_apart() -> None:
@@ -48,13 +46,3 @@ def test_parts_are_all_values_in_order_and_nearly_equal(values: list[int], most:
     assert [value for part in parts for value in part] == values
     assert len(parts) == min(most, len(values))
     assert not parts or max(map(len, parts)) - min(map(len, parts)) <= 1
-
-
-def test_the_main_metric_is_a_reward_of_evaluations_before_others() -> None:
-    assert main_metric(["loss/total", "eval/length", "eval/loss/total", "eval/reward@temperature=1"]) == (
-        "eval/reward@temperature=1"
-    )
-    assert main_metric(["loss/total", "eval/length", "eval/optimality"]) == "eval/optimality"
-    assert main_metric(["loss/nll", "loss/total"]) == "loss/total"
-    assert main_metric(["time/update", "x"]) == "x"
-    assert main_metric([]) is None

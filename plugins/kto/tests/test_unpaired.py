@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tables import table
-from trainkit.data import check_labels, mismatched
 from trainkit.errors import DataError
+from trainkit_kto.unpaired import check_labels, mismatched
 
 
 def rows(*samples: tuple[str, str]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.models.policy import Policy
+from trainkit.models import Policy
 
 
 @contextmanager

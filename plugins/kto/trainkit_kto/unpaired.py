@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
-from trainkit.data.batches import Row
-from trainkit.errors import DataError
+from trainkit import Row
+from trainkit.data import check_both_labels
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ def check_labels(rows: Sequence[Row], weights: Mapping[str, float], *, ratio: tu
     """
     good = sum(bool(row["label"]) for row in rows)
     bad = len(rows) - good
-    check_both(good, bad)
+    check_both_labels(good, bad)
     (name, given), (other, given_other) = weights.items()
     found, (least, most) = given * good / (given_other * bad), ratio
     factors = (least / found, most / found) if found < 1 else (found / most, found / least)
@@ -36,16 +36,6 @@ def check_labels(rows: Sequence[Row], weights: Mapping[str, float], *, ratio: tu
             "numbers; given %g",
             good, bad, name, given * factors[0], given * factors[1], given,
         )  # fmt: skip
-
-
-def check_both(good: int, bad: int) -> None:
-    """Raise a `DataError` unless there are samples labelled true, ``good`` many, and false, ``bad`` many."""
-    if not good or not bad:
-        raise DataError(
-            f"all {good + bad} samples are labelled {bool(good)}, and the algorithm needs desirable samples (label "
-            "True) and undesirable ones (False). Add samples with the other label, or train on the desirable ones with "
-            "method 'sft'"
-        )
 
 
 def mismatched(rows: Sequence[Row]) -> list[Row]:
