@@ -584,7 +584,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
             self.collector.decide_sharing([(rollouts, checked)])
             self.store.push(self.collector.experience(rollouts, checked))
 
-        return self._learn_own(push, self.passes or 1, rollouts=[rollouts])
+        return self.learn_collection(push, self.passes or 1, rollouts=[rollouts])
 
     # ----------------------------------------------------------------------------------------------------- by the user
 

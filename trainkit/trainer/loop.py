@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +78,9 @@ class AcceleratedLoop(BaseRLTrainer[M]):
     Raises:
         ConfigError, PluginError: raised at construction, before a model is loaded.
     """
+
+    collector_class: ClassVar[type[Collector]] = Collector
+    """The class of `collector`; a trainer of other models may derive its own."""
 
     def __init__(
         self,
@@ -161,7 +164,7 @@ class AcceleratedLoop(BaseRLTrainer[M]):
 
     def _make_parts(self) -> None:
         """Make the parts that depend on the kind of model."""
-        self.collector = Collector(self, self, self.inference, self._before_offloading)
+        self.collector = self.collector_class(self, self, self.inference, self._before_offloading)
         """What fills the store."""
         self.evaluator = Evaluator(self, self, self.inference, self._sampling_model)
         """What measures the model."""
@@ -423,13 +426,13 @@ class AcceleratedLoop(BaseRLTrainer[M]):
                 experience = self.make_experience(rows[start : start + size])
                 self.store.push(checked_batch(self, "make_experience", experience))
 
-        return self._learn_own(push, passes=1)
+        return self.learn_collection(push, passes=1)
 
-    def _learn_own(self, push: Callable[[], None], passes: int, **fields: Any) -> dict[str, float]:
-        """Learn from a collection that the caller gives, and return the metrics of its steps.
+    def learn_collection(self, push: Callable[[], None], passes: int, **fields: Any) -> dict[str, float]:
+        """Learn from a collection in a loop of your own, and return the metrics, averaged over its optimizer steps.
 
         Args:
-            push: pushes the experience to the store.
+            push: pushes the experience of this process to `store`.
             passes: the number of passes over it.
             **fields: those of the `Collection`.
         """

@@ -124,6 +124,7 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
     """Trainer of DDPO: loss = mean max(−A ρ, −A clip(ρ, 1 − ε, 1 + ε)) over (image, step) rows."""
 
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
+    collector_class: ClassVar[type[Collector]] = ImageCollector
 
     def __init__(self, config: TRLConfig[DDPOConfig], **kwargs: Any) -> None:
         text = [name for name in ("tokenizer", "logit_mask", "stop_sequences") if kwargs.pop(name, None) is not None]
@@ -227,10 +228,6 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
         return kept
 
     # ---------------------------------------------------------------------------------------------- the experience
-
-    def _make_parts(self) -> None:
-        super()._make_parts()
-        self.collector = ImageCollector(self, self, self.inference, self._before_offloading)
 
     def begin_scoring(self) -> None:
         """Begin a collection, of which nothing is scored yet."""
@@ -383,7 +380,7 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
                 self.store.push(self.make_experience(rows[start : start + size]))
             at.cursor += len(rows) * self.accelerator.num_processes
 
-        return self._learn_own(push, self.passes)
+        return self.learn_collection(push, self.passes)
 
     def generate(self, prompts: Any) -> ImageRollouts:
         """Generate images for one or several prompts: strings, or dicts with a ``prompt``. Training is not affected.
