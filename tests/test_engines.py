@@ -329,8 +329,8 @@ def test_an_answer_that_is_not_what_was_asked_for_is_refused(
 
 def test_the_sampler_of_a_run_is_that_of_its_engine(plain: Any, tmp_path: Path) -> None:
     assert isinstance(plain.sampler, EngineSampler)
-    assert plain.sampler.engine is plain.engine
-    assert str(tiny_trainer("rloo", tmp_path).engine) == "'local'"
+    assert plain.sampler.engine is plain.sampling.engine
+    assert str(tiny_trainer("rloo", tmp_path).sampling.engine) == "'local'"
 
 
 def test_ending_too_early_or_too_late_is_refused(plain: Any) -> None:

@@ -210,7 +210,7 @@ def test_responses_that_do_not_fit_at_once_are_sampled_in_parts(
     name: str, fault: Exception, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole, scarce = (tiny_trainer(name, tmp_path / each) for each in ("whole", "scarce"))
-    decoder, sizes = scarce.engine.sampler.decoder, list[int]()
+    decoder, sizes = scarce.sampling.engine.sampler.decoder, list[int]()
     prefill = decoder.prefill
 
     def limited(queries: list[list[int]], room: int) -> Any:

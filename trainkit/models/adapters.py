@@ -58,16 +58,16 @@ def make_peft_config(fields: Mapping[str, Any]) -> PeftConfig:
     rest = dict(fields)
     kind = rest.pop("peft_type", "LORA")
     name = str(getattr(kind, "value", kind)).upper()  # a name, or peft's PeftType
-    known = {str(kind.value): cls for kind, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
-    if name not in known:
+    classes = {str(kind.value): cls for kind, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    if name not in classes:
         raise ConfigError(
-            f"model.peft_config.peft_type is {name!r}{suggest(name, known)}; peft knows {', '.join(sorted(known))}"
+            f"model.peft_config.peft_type is {name!r}{suggest(name, classes)}; peft knows {', '.join(sorted(classes))}"
         )
     config: PeftConfig
     try:
-        config = known[name](**rest)
+        config = classes[name](**rest)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"model.peft_config does not fit {known[name].__name__}: {error}") from error
+        raise ConfigError(f"model.peft_config does not fit {classes[name].__name__}: {error}") from error
     return checked(config)
 
 
@@ -125,11 +125,11 @@ def with_adapter(model: PreTrainedModel, config: PeftConfig) -> Any:
     check_model(model)
     try:
         with quiet_peft():
-            made = get_peft_model(model, copy.deepcopy(config))  # peft completes it for this model
+            adapted = get_peft_model(model, copy.deepcopy(config))  # peft completes it for this model
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, OSError) as error:
         raise ConfigError(f"model.peft_config does not fit {type(model).__name__}: {error}") from error
-    attach(made)
-    return made
+    attach(adapted)
+    return adapted
 
 
 def check_without_adapter(model: Any) -> None:
@@ -433,9 +433,9 @@ def load_peft_model(model: PreTrainedModel, path: str, *, trainable: bool, **hub
         if config is None:
             return PeftModel.from_pretrained(model, path, is_trainable=trainable, **hub)
         check_model(model)
-        made = load_virtual(model, path, config, **hub)
-    made.prompt_encoder.requires_grad_(trainable)
-    return made
+        adapted = load_virtual(model, path, config, **hub)
+    adapted.prompt_encoder.requires_grad_(trainable)
+    return adapted
 
 
 def merge_adapter(model: PreTrainedModel, path: str | Path, **hub: Any) -> PreTrainedModel:

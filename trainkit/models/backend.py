@@ -118,8 +118,8 @@ def use_right_attention(device: torch.device) -> None:
     mask = torch.ones(64, 64, dtype=torch.bool, device=device).tril(-1)
     try:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)[:, :, 1:]
-            gradients = torch.autograd.grad(found.sum(), (query, key, value))
+            outputs = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)[:, :, 1:]
+            gradients = torch.autograd.grad(outputs.sum(), (query, key, value))
         right = all(bool(gradient.isfinite().all()) for gradient in gradients)
     except RuntimeError:  # it has none on this device
         right = False
@@ -222,11 +222,11 @@ def by_default_library(function: Callable[..., Tensor], *tensors: Tensor) -> Ten
         switch: Any = _Precision.apply
         inside = switch("highest", "medium", *tensors)
         try:
-            found = function(*inside)
+            computed = function(*inside)
         except BaseException:
             torch.set_float32_matmul_precision("medium")
             raise
-        result: Tensor = switch("medium", "highest", found)[0]
+        result: Tensor = switch("medium", "highest", computed)[0]
         return result
     torch.set_float32_matmul_precision("highest")
     try:

@@ -116,9 +116,9 @@ class ValueBranch(Critic):
         inputs, modes = tiny_input(model), (model.training, self.training)
         model.eval(), self.eval()
         try:
-            own = model.base_model(**inputs).last_hidden_state
+            expected = model.base_model(**inputs).last_hidden_state
             self.tuples = isinstance(outputs[0], tuple)
-            same = torch.equal(own, self.states(lambda: model.base_model(**inputs), inputs, None)[1])
+            same = torch.equal(expected, self.states(lambda: model.base_model(**inputs), inputs, None)[1])
         except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
             raise ConfigError(f"the upper layers of {type(model).__name__} cannot be run alone: {error}") from error
         finally:
@@ -133,15 +133,15 @@ class ValueBranch(Critic):
     def states(self, run: Callable[[], Any], inputs: Inputs, trunk: Tensor | None) -> tuple[Any, Tensor]:
         """Return what ``run`` returns, and the critic's states [B, T, D]."""
         seen: list[Tensor] = [] if trunk is None else [trunk]
-        own, blocks = find_blocks(self.body), self.below[0]
-        assert own is not None
+        place, blocks = find_blocks(self.body), self.below[0]
+        assert place is not None
         handle = blocks[self.depth - 1].register_forward_hook(lambda _, __, output: seen.append(first(output)))
         try:
-            found = run()
+            states = run()
         finally:
             handle.remove()
-        with stand_in(own, dict.fromkeys(range(self.depth), Known(seen[-1], self.tuples))):
-            return found, self.body(**inputs).last_hidden_state
+        with stand_in(place, dict.fromkeys(range(self.depth), Known(seen[-1], self.tuples))):
+            return states, self.body(**inputs).last_hidden_state
 
 
 class NoEmbedding(nn.Module):
@@ -169,22 +169,25 @@ def _upper(model: PreTrainedModel, blocks: nn.ModuleList, depth: int) -> Any:
     return body
 
 
-def make_critic(model: PreTrainedModel, given: int | PreTrainedModel | None) -> Critic | None:
-    """Return the critic of a policy: None without layers of its own, a `ValueBranch` with ``given`` layers, or a model.
+def make_critic(model: PreTrainedModel, source: int | PreTrainedModel | None) -> Critic | None:
+    """Return the critic of a policy: None without layers of its own, a `ValueBranch` with
+    ``source`` layers, or a model.
 
     Raises:
         ConfigError: the policy is an encoder-decoder, the critic does not fit it or shares weights with it.
     """
-    if given is None or given == 0:
+    if source is None or source == 0:
         return None
-    if isinstance(given, int):
-        return ValueBranch(model, given)
+    if isinstance(source, int):
+        return ValueBranch(model, source)
     if model.config.is_encoder_decoder:
         raise ConfigError(f"{type(model).__name__} is an encoder-decoder, whose critic can be no model of its own")
-    theirs, ours = (each.config.get_text_config().vocab_size for each in (given, model))
-    if theirs < ours:
-        raise ConfigError(f"the critic knows {theirs} tokens, and the policy {ours}; give one with the same tokenizer")
-    own = {id(parameter) for parameter in model.parameters()}
-    if any(id(parameter) in own for parameter in given.parameters()):
+    their_vocabulary, ours = (each.config.get_text_config().vocab_size for each in (source, model))
+    if their_vocabulary < ours:
+        raise ConfigError(
+            f"the critic knows {their_vocabulary} tokens, and the policy {ours}; give one with the same tokenizer"
+        )
+    trained = {id(parameter) for parameter in model.parameters()}
+    if any(id(parameter) in trained for parameter in source.parameters()):
         raise ConfigError("the critic shares weights with the policy, and both would change them; give a copy")
-    return OwnCritic(given).to(model.device)
+    return OwnCritic(source).to(model.device)

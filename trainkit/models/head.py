@@ -138,8 +138,8 @@ class _Read(torch.autograd.Function):
         keeps = any(ctx.needs_input_grad) and len(states) * len(weight) <= at_a_time(KEPT, states.device)
         for columns in _blocks(states, weight):
             logits = _logits(states, weight, bias, previous, mask, temperature, columns)
-            own, at = _own(tokens, columns)
-            chosen = torch.where(own, logits.gather(1, at).squeeze(1), chosen)
+            inside, at = _own(tokens, columns)
+            chosen = torch.where(inside, logits.gather(1, at).squeeze(1), chosen)
             before, top = top, torch.maximum(top, logits.amax(1))
             least = top.masked_fill(top == -torch.inf, 0.0)  # no token has been allowed so far
             shifted = logits.sub(least.unsqueeze(1)) if keeps or entropy else logits.sub_(least.unsqueeze(1))
@@ -165,7 +165,7 @@ class _Read(torch.autograd.Function):
         for_states = torch.zeros_like(states, dtype=sums) if ctx.needs_input_grad[0] else None
         for_weight = torch.empty_like(weight, dtype=sums) if ctx.needs_input_grad[1] else None
         for_bias = torch.empty_like(bias, dtype=sums) if ctx.needs_input_grad[2] else None
-        given = grads[0].unsqueeze(1)
+        gradient = grads[0].unsqueeze(1)
         for index, columns in enumerate(_blocks(states, weight)):
             if kept:
                 logs = kept[index] - norms.unsqueeze(1)
@@ -174,12 +174,14 @@ class _Read(torch.autograd.Function):
                 logs = logits.sub_(norms.unsqueeze(1))
             if len(entropies):
                 grad = logs.exp()
-                logs.masked_fill_(grad == 0, 0.0).add_(entropies.unsqueeze(1)).mul_(grads[1].unsqueeze(1)).add_(given)
+                logs.masked_fill_(grad == 0, 0.0).add_(entropies.unsqueeze(1)).mul_(grads[1].unsqueeze(1)).add_(
+                    gradient
+                )
                 grad.mul_(logs.neg_())
             else:
-                grad = logs.exp_().mul_(-given)
-            own, at = _own(tokens, columns)
-            grad.scatter_add_(1, at, torch.where(own, grads[0], 0.0).unsqueeze(1))
+                grad = logs.exp_().mul_(-gradient)
+            inside, at = _own(tokens, columns)
+            grad.scatter_add_(1, at, torch.where(inside, grads[0], 0.0).unsqueeze(1))
             if ctx.temperature != 1:
                 grad.div_(ctx.temperature)
             if for_bias is not None:
@@ -232,5 +234,5 @@ def _logits(
 
 def _own(tokens: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
     """Return which tokens are in a block, bool [N], and their places in it [N, 1]; of others some place."""
-    own = (tokens >= columns.start) & (tokens < columns.stop)
-    return own, (tokens - columns.start).clamp(0, columns.stop - columns.start - 1).unsqueeze(1)
+    inside = (tokens >= columns.start) & (tokens < columns.stop)
+    return inside, (tokens - columns.start).clamp(0, columns.stop - columns.start - 1).unsqueeze(1)

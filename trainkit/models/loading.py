@@ -76,11 +76,11 @@ def load_model(config: ModelConfig, model: PreTrainedModel | None = None) -> Pre
         ConfigError: no model is given, transformers cannot load it, or what is to be trained does not fit it.
     """
     live, model = model, _load(config) if model is None else bare(model)
-    wanted = None if config.peft_config is None else make_peft_config(config.peft_config)
-    if wanted is not None:
-        add_adapter(model, _for_skeleton(wanted) if model.device.type == "meta" else wanted)
+    peft_config = None if config.peft_config is None else make_peft_config(config.peft_config)
+    if peft_config is not None:
+        add_adapter(model, _for_skeleton(peft_config) if model.device.type == "meta" else peft_config)
     place(model)  # after an adapter's weights were drawn, which are the same on all devices
-    if wanted is None and config.num_layers_unfrozen >= 0:
+    if peft_config is None and config.num_layers_unfrozen >= 0:
         _check_weights_are_trained(config, virtual_tokens(model) is not None)
         if has_adapter(model):
             raise ConfigError(
@@ -123,29 +123,29 @@ def load_frozen_config(config: ModelConfig, source: Any, key: str) -> PreTrained
     """
     if isinstance(source, str | Mapping):
         return load_model_config(_of_second(config, source), key)
-    found = language_model(source.model if isinstance(source, Policy) else source)
+    model = language_model(source.model if isinstance(source, Policy) else source)
     from transformers import PreTrainedModel
 
-    if not isinstance(found, PreTrainedModel):
+    if not isinstance(model, PreTrainedModel):
         raise ConfigError(
             f"{key} should be a hub id, a directory, the fields of a model config, or a language model; "
             f"given {describe(source)}"
         )
-    return found.config
+    return model.config
 
 
 def _of_second(config: ModelConfig, source: str | Mapping[str, Any]) -> ModelConfig:
     """Return the settings for a second model; ``revision`` and the like refer to the repository of the first."""
-    own = ("revision", "subfolder") if isinstance(source, str) else HUB
-    kwargs = {name: value for name, value in config.kwargs.items() if name not in own}
+    names = ("revision", "subfolder") if isinstance(source, str) else HUB
+    kwargs = {name: value for name, value in config.kwargs.items() if name not in names}
     return ModelConfig(model_path=source, dtype=config.dtype, kwargs=kwargs)
 
 
-def check_frozen(own: PreTrainedConfig, other: PreTrainedConfig, key: str, limit: int | None) -> None:
+def check_frozen(trained: PreTrainedConfig, other: PreTrainedConfig, key: str, limit: int | None) -> None:
     """Check that a second model can read the sequences of the trained one and has the same vocabulary.
 
     Args:
-        own: the config of the trained model.
+        trained: the config of the trained model.
         other: the config of the second model.
         key: the name of the setting or argument, for error messages.
         limit: the largest number of tokens of a sequence of the run; None if unlimited.
@@ -153,17 +153,17 @@ def check_frozen(own: PreTrainedConfig, other: PreTrainedConfig, key: str, limit
     Raises:
         ConfigError: it does not.
     """
-    sizes = [config.get_text_config().vocab_size for config in (own, other)]
+    sizes = [config.get_text_config().vocab_size for config in (trained, other)]
     if sizes[0] != sizes[1]:
         raise ConfigError(
             f"the model of {key} has a vocabulary of {sizes[1]} tokens and the trained model one of {sizes[0]}; give a "
             "model with the same tokenizer"
         )
-    if bool(own.is_encoder_decoder) != bool(other.is_encoder_decoder):
+    if bool(trained.is_encoder_decoder) != bool(other.is_encoder_decoder):
         kinds = ("reads prompt and response as one text", "is an encoder-decoder")
         raise ConfigError(
             f"the model of {key} {kinds[bool(other.is_encoder_decoder)]} and the trained model "
-            f"{kinds[bool(own.is_encoder_decoder)]}; give two of one kind"
+            f"{kinds[bool(trained.is_encoder_decoder)]}; give two of one kind"
         )
     context = context_length(other)
     if context is not None and (limit is None or limit > context):
@@ -173,13 +173,13 @@ def check_frozen(own: PreTrainedConfig, other: PreTrainedConfig, key: str, limit
         )
 
 
-def check_tokens(own: PreTrainedTokenizerBase, config: ModelConfig, source: Any, key: str) -> None:
+def check_tokens(tokenizer: PreTrainedTokenizerBase, config: ModelConfig, source: Any, key: str) -> None:
     """Check that the tokenizer in the directory or repository of a second model, if it has one, has the same tokens.
 
     Padding tokens may differ, because padding has no effect.
 
     Args:
-        own: the tokenizer of the run.
+        tokenizer: the tokenizer of the run.
         config: the settings of the trained model.
         source: what `load_frozen` takes; only a hub id or a directory can have a tokenizer.
         key: the name of the setting or argument, for error messages.
@@ -192,13 +192,13 @@ def check_tokens(own: PreTrainedTokenizerBase, config: ModelConfig, source: Any,
     kwargs = _of_second(config, source).kwargs
     if not any(find_file(source, name, hub_arguments(kwargs)) for name in TOKENIZER_FILES):
         return
-    known = {**hub_arguments(kwargs), **trust(kwargs)}
+    arguments = {**hub_arguments(kwargs), **trust(kwargs)}
     try:
-        other = AutoTokenizer.from_pretrained(source, **known)
+        other = AutoTokenizer.from_pretrained(source, **arguments)
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(_cannot_load("tokenizer", key, source, error)) from error
-    ids, others = own.get_vocab(), other.get_vocab()
-    padding = {own.pad_token, other.pad_token} - {own.eos_token, other.eos_token}
+    ids, others = tokenizer.get_vocab(), other.get_vocab()
+    padding = {tokenizer.pad_token, other.pad_token} - {tokenizer.eos_token, other.eos_token}
     if differ := sorted({token for token, _ in ids.items() ^ others.items()} - padding):
         here, there = (f"the id {v[differ[0]]}" if differ[0] in v else "no token" for v in (ids, others))
         raise ConfigError(
@@ -313,19 +313,21 @@ def merge_export(adapter: Path, out: Path, base: str | None = None, *, trust_rem
     Raises:
         ConfigError: there is no adapter, ``out`` is not empty, or the base model cannot be loaded.
     """
-    found = base or adapter_base(adapter)
-    if not (adapter / ADAPTER_CONFIG).is_file() or found is None:
+    base_path = base or adapter_base(adapter)
+    if not (adapter / ADAPTER_CONFIG).is_file() or base_path is None:
         raise ConfigError(f"{adapter} holds no {ADAPTER_CONFIG}; give an export of a run with model.peft_config")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is not empty; give a new directory")
     code = {TRUST: trust_remote_code}
     try:
-        model = auto_class(AutoConfig.from_pretrained(found, **code)).from_pretrained(found, dtype="auto", **code)
+        model = auto_class(AutoConfig.from_pretrained(base_path, **code)).from_pretrained(
+            base_path, dtype="auto", **code
+        )
         merged = merge_adapter(_as_trained(model, adapter), adapter)
         tokenizer = AutoTokenizer.from_pretrained(adapter, **code)
     except (OSError, ValueError, TypeError, RuntimeError) as error:
         advice = _code_advice(error) or "Give the path of its base model as --base"
-        raise ConfigError(f"the adapter {adapter} cannot be merged into {found!r}: {error}. {advice}") from error
+        raise ConfigError(f"the adapter {adapter} cannot be merged into {base_path!r}: {error}. {advice}") from error
     name_eos(merged, tokenizer)
     merged.save_pretrained(out)
     tokenizer.save_pretrained(out)
@@ -337,8 +339,8 @@ def _as_trained(model: PreTrainedModel, adapter: Path) -> PreTrainedModel:
     """Return the base model in the type of the adapter, in which it was trained, if that is more precise."""
     from peft.utils import load_peft_weights
 
-    own = [tensor.dtype for tensor in load_peft_weights(str(adapter), device="cpu").values()]
-    dtype = reduce(torch.promote_types, [each for each in own if each.is_floating_point], model.dtype)
+    dtypes = [tensor.dtype for tensor in load_peft_weights(str(adapter), device="cpu").values()]
+    dtype = reduce(torch.promote_types, [each for each in dtypes if each.is_floating_point], model.dtype)
     if dtype == model.dtype or getattr(model, "is_quantized", False):
         return model
     log.warning("the merged weights are %s, as those of the adapter; the base model's are %s", dtype, model.dtype)
@@ -368,12 +370,12 @@ def check_trainable(config: ModelConfig, model_config: PreTrainedConfig, live: b
     if not live:
         _check_weights_are_trained(config, _saved_virtual(config) > 0)
     if config.peft_config is not None:
-        wanted = make_peft_config(config.peft_config)
+        peft_config = make_peft_config(config.peft_config)
         check_adapter_dropout(config)
         if not live:
             with torch.device("meta"):
                 skeleton = auto_class(model_config).from_config(model_config, **trust(config.kwargs))
-            add_adapter(skeleton, _for_skeleton(wanted))
+            add_adapter(skeleton, _for_skeleton(peft_config))
 
 
 BALANCE = ("router_aux_loss_coef", "output_router_logits")
@@ -386,11 +388,11 @@ def _check_experts(config: ModelConfig, model_config: PreTrainedConfig) -> None:
     A coefficient in the model's own config asks for nothing: transformers adds the loss with output_router_logits only.
     """
     fields = config.model_path if isinstance(config.model_path, Mapping) else {}
-    given = {f"model.kwargs.{name}": config.kwargs[name] for name in BALANCE if config.kwargs.get(name)}
-    given |= {f"model.model_path.{name}": fields[name] for name in BALANCE if fields.get(name)}
-    if not given and getattr(model_config.get_text_config(), BALANCE[1], False):
-        given = {f"{BALANCE[1]} of the model's config": True}
-    for name, value in given.items():
+    changed = {f"model.kwargs.{name}": config.kwargs[name] for name in BALANCE if config.kwargs.get(name)}
+    changed |= {f"model.model_path.{name}": fields[name] for name in BALANCE if fields.get(name)}
+    if not changed and getattr(model_config.get_text_config(), BALANCE[1], False):
+        changed = {f"{BALANCE[1]} of the model's config": True}
+    for name, value in changed.items():
         raise ConfigError(
             f"{name} is {value}, and the loss that balances the experts of a mixture is not added to the loss of an "
             f"algorithm; {'set it to false' if BALANCE[1] in name else 'remove it'}"
@@ -434,10 +436,10 @@ def count_virtual(config: ModelConfig, live: Any = None) -> int:
 
 def _saved_virtual(config: ModelConfig) -> int:
     """Return how many virtual tokens are saved at ``model_path``."""
-    path, known = config.model_path, hub_arguments(config.kwargs)
-    if not isinstance(path, str) or adapter_base(path, **known) is None:
+    path, arguments = config.model_path, hub_arguments(config.kwargs)
+    if not isinstance(path, str) or adapter_base(path, **arguments) is None:
         return 0
-    return saved_count(path, **known)
+    return saved_count(path, **arguments)
 
 
 def _for_skeleton(adapter: PeftConfig) -> PeftConfig:
@@ -475,9 +477,9 @@ def load_model_config(config: ModelConfig, key: str = "model.model_path") -> Pre
         )
     try:
         if isinstance(path, str):
-            known = {**hub_arguments(config.kwargs), **trust(config.kwargs)}
-            base, known = find_base(path, known)
-            model_config = cast(PreTrainedConfig, AutoConfig.from_pretrained(base or path, **known))
+            arguments = {**hub_arguments(config.kwargs), **trust(config.kwargs)}
+            base, arguments = find_base(path, arguments)
+            model_config = cast(PreTrainedConfig, AutoConfig.from_pretrained(base or path, **arguments))
         else:
             model_config = AutoConfig.for_model(**path)
             _fuse_activation(model_config)
@@ -492,16 +494,17 @@ def reads_more(config: PreTrainedConfig) -> bool:
     return any(hasattr(config, f"{part}_config") for part in ("vision", "audio"))
 
 
-def _check_kind(config: PreTrainedConfig, given: str, key: str) -> None:
+def _check_kind(config: PreTrainedConfig, source: str, key: str) -> None:
     """Raise a ConfigError if transformers has no class that reads text for the kind of model."""
     if type(config) in auto_class(config)._model_mapping or getattr(config, "auto_map", None):
         return
     text = config.get_text_config()
     alone = type(text) in AutoModelForCausalLM._model_mapping
     besides = "reads more than text" if reads_more(config) else "is no language model"
+    such_as = f", such as its text model ({text.model_type}) alone" if alone and text is not config else ""
     raise ConfigError(
-        f"{key} is {given!r}, a model of the kind {config.model_type!r}, which {besides} and cannot be trained; give a "
-        f"language model{f', such as its text model ({text.model_type}) alone' if alone and text is not config else ''}"
+        f"{key} is {source!r}, a model of the kind {config.model_type!r}, which {besides} and cannot be trained; give "
+        f"a language model{such_as}"
     )
 
 
@@ -622,11 +625,11 @@ def _cannot_load(what: str, key: str, path: Any, error: Exception) -> str:
         return f"{key} is {path!r}, and {missing} Give a hub id, or a local directory with a {what}"
     advice = _code_advice(error) or _import_advice(error) or f"Give a hub id, or a local directory with a {what}"
     near = "" if not isinstance(path, str) or Path(path).exists() else suggest(path, _directories_like(path))
-    told = f"There is no such directory{near} " if near else ""
+    missing = f"There is no such directory{near} " if near else ""
     reason = " ".join(str(error).split()).rstrip(".")
     if "couldn't connect" in reason:
         reason = "it is not in the cache, and the hub cannot be reached"
-    return f"the {what} {path!r} ({key}) cannot be loaded: {reason}. {told}{advice}"
+    return f"the {what} {path!r} ({key}) cannot be loaded: {reason}. {missing}{advice}"
 
 
 def _import_advice(error: Exception) -> str:
@@ -637,7 +640,7 @@ def _import_advice(error: Exception) -> str:
 def _directories_like(path: str) -> list[str]:
     """Return directories that a name without a directory of its own, which may be a hub id, could mean."""
     pattern = "/".join("*" for _ in Path(path).parts)
-    return [str(found) for found in islice(Path().glob(pattern), MOST_NEAR) if found.is_dir()]
+    return [str(path) for path in islice(Path().glob(pattern), MOST_NEAR) if path.is_dir()]
 
 
 def _code_advice(error: Exception) -> str:

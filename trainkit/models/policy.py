@@ -237,10 +237,10 @@ class Policy(nn.Module, ABC):
         if len(buckets) == 1:
             return self._read(sequences, entropy, against)
         parts = [self._read(sequences.select(rows), entropy, against) for rows in buckets]
-        known = {name: value for name, value in parts[0]._asdict().items() if isinstance(value, Tensor)}
-        found = {name: sequences.reunite(buckets, [getattr(part, name) for part in parts]) for name in known}
+        names = {name: value for name, value in parts[0]._asdict().items() if isinstance(value, Tensor)}
+        outputs = {name: sequences.reunite(buckets, [getattr(part, name) for part in parts]) for name in names}
         head = {name: sequences.reunite(buckets, [part.head[name] for part in parts]) for name in parts[0].head}
-        return TokenOutputs(**found, head=head)
+        return TokenOutputs(**outputs, head=head)
 
     def _read(self, sequences: Sequences, entropy: bool, against: _Comparison | None) -> TokenOutputs:
         (states, hidden, previous), valued = self._states_and_critics(sequences)
@@ -260,10 +260,10 @@ class Policy(nn.Module, ABC):
     def _states_and_critics(self, sequences: Sequences) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
         """Return what `_states` returns, and the states [N, D] that the value head reads."""
         if self.critic is None:
-            found = self._states(sequences)
-            return found, found[1]
-        found, states = self.critic.states(lambda: self._states(sequences), self._inputs(sequences), sequences.trunk)
-        return found, states[:, :-1][sequences.response_mask[:, 1:]]
+            states = self._states(sequences)
+            return states, states[1]
+        states, own = self.critic.states(lambda: self._states(sequences), self._inputs(sequences), sequences.trunk)
+        return states, own[:, :-1][sequences.response_mask[:, 1:]]
 
     def _inputs(self, sequences: Sequences) -> dict[str, Any]:
         return inputs_of(sequences, self.needs_mask)
@@ -383,12 +383,12 @@ class CausalPolicy(Policy):
         previous = sequences.input_ids[:, :-1][chosen]
         if self._shares(sequences):
             parts = SharedPrompts.of_rows(sequences)
-            found = [each[parts.chosen] for each in parts.run(self._run, self._cost(sequences))]
-            return found[0], found[-1], previous
-        known = nullcontext() if sequences.trunk is None else self.trunk.given(sequences.trunk)
-        with known:
-            found = [each[:, :-1][chosen] for each in self._run(self._inputs(sequences))]
-        return found[0], found[-1], previous
+            states = [each[parts.chosen] for each in parts.run(self._run, self._cost(sequences))]
+            return states[0], states[-1], previous
+        from_trunk = nullcontext() if sequences.trunk is None else self.trunk.given(sequences.trunk)
+        with from_trunk:
+            states = [each[:, :-1][chosen] for each in self._run(self._inputs(sequences))]
+        return states[0], states[-1], previous
 
     def _buckets(self, sequences: Sequences) -> list[Tensor]:
         """Return the rows of each forward pass; all rows if prompts are shared, which has its own buckets."""
@@ -441,12 +441,12 @@ def _comparison(reference: FrozenPolicy | None, divergence: str | Divergence | N
     return _Comparison(reference, DIVERGENCES[name])
 
 
-def _per_token(found: Any, tokens: Tensor) -> Tensor:
+def _per_token(values: Any, tokens: Tensor) -> Tensor:
     """Return the result of a divergence, checked to be one number per token."""
-    if not isinstance(found, Tensor) or found.shape != tokens.shape:
-        given = f"a tensor {tuple(found.shape)}" if isinstance(found, Tensor) else describe(found)
-        raise PluginError(f"the divergence returned {given} for {len(tokens)} tokens; return ({len(tokens)},)")
-    return found
+    if not isinstance(values, Tensor) or values.shape != tokens.shape:
+        what = f"a tensor {tuple(values.shape)}" if isinstance(values, Tensor) else describe(values)
+        raise PluginError(f"the divergence returned {what} for {len(tokens)} tokens; return ({len(tokens)},)")
+    return values
 
 
 def in_chunks(read: Callable[..., tuple[Tensor, ...]], vocabulary: int, *columns: Tensor | None) -> tuple[Tensor, ...]:
@@ -473,7 +473,7 @@ def in_chunks(read: Callable[..., tuple[Tensor, ...]], vocabulary: int, *columns
         dtype = autocast_dtype(device.type)
         with nullcontext() if dtype is None else torch.autocast(device.type, dtype, cache_enabled=False):
             parts = [checkpoint(read, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
-    return tuple(torch.cat(found) for found in zip(*parts, strict=True))
+    return tuple(torch.cat(pieces) for pieces in zip(*parts, strict=True))
 
 
 def load_heads(policy: P, source: object, arguments: Mapping[str, Any] = MappingProxyType({})) -> P:
@@ -489,31 +489,31 @@ def load_heads(policy: P, source: object, arguments: Mapping[str, Any] = Mapping
         ConfigError: the heads do not fit.
     """
     critic: Any = policy if getattr(policy, "value_head", None) is not None else None
-    own = getattr(source, "v_head", None)
-    if critic is not None and isinstance(own, ValueHead):
-        critic.value_head = own.to(critic.model.device)
+    head = getattr(source, "v_head", None)
+    if critic is not None and isinstance(head, ValueHead):
+        critic.value_head = head.to(critic.model.device)
     if not isinstance(source, str) or not reads_weights():
         return policy
     hub, where = hub_arguments(arguments), f"{HEADS} of {source!r}"
-    found = saved_heads(source, hub)
+    saved = saved_heads(source, hub)
     if critic is not None and (values := under("v_head.", saved_modules(source, ("v_head",), hub))):
         critic.value_head = ValueHead.like(values, critic.value_head.width).to(critic.model.device)
     state = policy.state_dict()
-    there, here = ({name for name in names if name.startswith("head.")} for names in (found, state))
+    there, here = ({name for name in names if name.startswith("head.")} for names in (saved, state))
     if there and here and there != here:
         raise ConfigError(
             f"{where} holds another head than this policy has: {min(there ^ here)} is in only one of them; use the "
             "settings of the run that exported it, or remove the file to start with a new head"
         )
     if getattr(policy, "critic", None) is None:
-        check_head_alone(found, where)
-    found = {name: tensor for name, tensor in found.items() if name in state}
-    if wrong := [name for name, tensor in found.items() if tensor.shape != state[name].shape]:
+        check_head_alone(saved, where)
+    saved = {name: tensor for name, tensor in saved.items() if name in state}
+    if wrong := [name for name, tensor in saved.items() if tensor.shape != state[name].shape]:
         raise ConfigError(
-            f"{where} holds {wrong[0]} of shape {tuple(found[wrong[0]].shape)}, but in this policy it has shape "
+            f"{where} holds {wrong[0]} of shape {tuple(saved[wrong[0]].shape)}, but in this policy it has shape "
             f"{tuple(state[wrong[0]].shape)}; remove the file to start with a new head"
         )
-    policy.load_state_dict({**state, **found})
+    policy.load_state_dict({**state, **saved})
     return policy
 
 
@@ -530,13 +530,13 @@ def logits_and_hidden(model: PreTrainedModel, **inputs: Any) -> tuple[Tensor, Te
     if model.base_model is model:
         outputs = model(**inputs, output_hidden_states=True)
         return outputs.logits, outputs.hidden_states[-1]
-    found: list[Any] = []
-    handle = model.base_model.register_forward_hook(lambda _, __, outputs: found.append(outputs))
+    states: list[Any] = []
+    handle = model.base_model.register_forward_hook(lambda _, __, outputs: states.append(outputs))
     try:
         logits: Tensor = model(**inputs).logits
     finally:
         handle.remove()
-    return logits, found[0].last_hidden_state
+    return logits, states[0].last_hidden_state
 
 
 def inputs_of(sequences: Sequences, masked: bool = True) -> dict[str, Any]:

@@ -65,14 +65,14 @@ class SharedPrompts:
         needed = (chosen * torch.arange(total, device=device)).amax(1, keepdim=True) - before
         places = before + torch.arange(max(int(needed.max()), 1) + 1, device=device)  # [B, S + 1]
         inside, places = places < total, places.clamp(max=total - 1)
-        tokens, real, wanted = (x.gather(1, places) for x in (sequences.input_ids, sequences.attention_mask, chosen))
+        tokens, real, is_chosen = (x.gather(1, places) for x in (sequences.input_ids, sequences.attention_mask, chosen))
         return cls(
             prompts=unique.gather(1, source.clamp(min=0)).clamp(min=0),
             real=source >= 0,
             of=of,
             ids=tokens[:, :-1],
             mask=(real & inside)[:, :-1],
-            chosen=wanted & inside,
+            chosen=is_chosen & inside,
         )
 
     def prompt_inputs(self) -> dict[str, Any]:
@@ -166,13 +166,13 @@ def selected(cache: DynamicCache, rows: Tensor) -> DynamicCache:
     for layer in cache.layers:
         if type(layer) is not DynamicLayer:
             raise TypeError(f"a cache has layers of type {type(layer).__name__}")
-        own = DynamicLayer()
-        chosen.layers.append(own)
+        layer_of_rows = DynamicLayer()
+        chosen.layers.append(layer_of_rows)
         if layer.keys is None or layer.values is None:  # of a block that does not run, or reads those of another one
             continue
         keys, values = layer.keys.index_select(0, rows), layer.values.index_select(0, rows)
-        own.lazy_initialization(keys, values)
-        own.keys, own.values = keys, values
+        layer_of_rows.lazy_initialization(keys, values)
+        layer_of_rows.keys, layer_of_rows.values = keys, values
     return chosen
 
 
@@ -202,12 +202,12 @@ def why_not_shared(model: PreTrainedModel, states: Callable[[Sequences, bool], T
         return f"padding of prompts would move the virtual tokens of {name} out of its sliding windows"
     model.eval()
     try:
-        found, expected = (_with_gradient(model, states, shared) for shared in (True, False))
+        shared, expected = (_with_gradient(model, states, shared) for shared in (True, False))
     except (TypeError, ValueError, AttributeError, IndexError, RuntimeError, NotImplementedError) as error:
         return f"{name} cannot continue from keys and values ({type(error).__name__}: {error})"
     finally:
         model.train(training)
-    same = all(map(equal_but_for_rounding, found, expected))
+    same = all(map(equal_but_for_rounding, shared, expected))
     return None if same else f"{name} gives other numbers when it continues from a prompt"
 
 
@@ -218,20 +218,21 @@ def _with_gradient(
     rows = small_rows(model)
     embedding: Any = model.get_input_embeddings()
     change = embedding.weight.new_zeros(int(rows.input_ids.max()) + 1, embedding.weight.size(1)).requires_grad_()
-    handle = embedding.register_forward_hook(lambda _, given, found: found + change[given[0]])
+    handle = embedding.register_forward_hook(lambda _, inputs, embedded: embedded + change[inputs[0]])
     try:
         with torch.enable_grad():
-            found = states(rows, shared)
-            weights = torch.linspace(-1, 1, found.numel(), dtype=found.dtype, device=found.device).view_as(found)
-            (gradient,) = torch.autograd.grad((found * weights).sum(), change)
+            outputs = states(rows, shared)
+            weights = torch.linspace(-1, 1, outputs.numel(), dtype=outputs.dtype, device=outputs.device)
+            weights = weights.view_as(outputs)
+            (gradient,) = torch.autograd.grad((outputs * weights).sum(), change)
     finally:
         handle.remove()
-    return found.detach(), gradient
+    return outputs.detach(), gradient
 
 
-def equal_but_for_rounding(found: Tensor, expected: Tensor) -> bool:
+def equal_but_for_rounding(values: Tensor, expected: Tensor) -> bool:
     """Return whether numbers of a small input are the same, up to the rounding of products."""
-    size, difference = float(expected.abs().max()) or 1.0, float((found - expected).abs().max())
+    size, difference = float(expected.abs().max()) or 1.0, float((values - expected).abs().max())
     dtype = autocast_dtype(expected.device.type) or expected.dtype
     coarse = rounding(dtype, expected.device) > TOLERANCE
     return difference <= size * (COARSE_TOLERANCE if coarse else TOLERANCE)

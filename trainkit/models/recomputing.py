@@ -37,15 +37,15 @@ def recompute_activations(model: nn.Module) -> None:
 
 def _outermost(model: nn.Module) -> list[Any]:
     """Return the models of libraries in ``model`` that have trained parameters, without those inside others."""
-    found: list[Any] = []
+    outermost: list[Any] = []
     inside: set[nn.Module] = set()
     for module in model.modules():
         if module in inside or not any(hasattr(module, name) for name in ENABLE):
             continue
         inside.update(module.modules())
         if any(parameter.requires_grad for parameter in module.parameters()):
-            found.append(module)
-    return found
+            outermost.append(module)
+    return outermost
 
 
 def _unsupported(name: str, why: str) -> str:

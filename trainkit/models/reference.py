@@ -175,26 +175,26 @@ def _shared(model: Any, count: int | None, pattern: str | None) -> list[nn.Param
             "everything, or None to share nothing"
         )
     if (virtual := virtual_tokens(inner)) is not None:  # all else is frozen
-        own = {id(parameter) for parameter in virtual.parameters()}
-        return [parameter for parameter in inner.parameters() if id(parameter) not in own]
+        virtual_ids = {id(parameter) for parameter in virtual.parameters()}
+        return [parameter for parameter in inner.parameters() if id(parameter) not in virtual_ids]
     return [p for module in modules_below(inner, blocks, count) for p in module.parameters()]
 
 
 def _blocks_called(model: PreTrainedModel, pattern: str) -> nn.ModuleList:
     """Return the module list whose name is the pattern's path, or ends in it at a whole name component."""
     path, _, layer = pattern.rpartition(".")
-    found = {
+    blocks = {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and f".{name}".endswith(f".{path}")
     }
-    if layer != "{layer}" or len(found) != 1:
+    if layer != "{layer}" or len(blocks) != 1:
         lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
         raise ConfigError(
-            f"pattern {pattern!r} names {len(found)} lists of layers; it should name one of "
+            f"pattern {pattern!r} names {len(blocks)} lists of layers; it should name one of "
             f"{', '.join(f'{name}.{{layer}}' for name in lists)}"
         )
-    return next(iter(found.values()))
+    return next(iter(blocks.values()))
 
 
 def fingerprint(state: Mapping[str, Tensor]) -> str:

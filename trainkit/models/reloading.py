@@ -46,14 +46,14 @@ def fault_of(directory: Path, model: PreTrainedModel, score: Any = None, end: in
         try:
             model.eval()
             expected = decided(lambda: model(**probe).logits if score is None else score(probe["input_ids"]))
-            found = decided(lambda: _reload(directory, model)(**probe).logits)
+            outputs = decided(lambda: _reload(directory, model)(**probe).logits)
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
             return f"it cannot be loaded: {type(error).__name__}: {printable(str(error))[:300]}"
         finally:
             model.train(training)
-    found = found[:, -expected.size(1) :] if expected.dim() > 2 else found.view_as(expected)
+    outputs = outputs[:, -expected.size(1) :] if expected.dim() > 2 else outputs.view_as(expected)
     quantised = getattr(model, "is_quantized", False)
-    return _difference(found, expected, QUANTISED if quantised else rounding(expected.dtype, expected.device) ** 0.5)
+    return _difference(outputs, expected, QUANTISED if quantised else rounding(expected.dtype, expected.device) ** 0.5)
 
 
 def has_left_its_path(model: PreTrainedModel) -> bool:
@@ -66,14 +66,16 @@ def has_left_its_path(model: PreTrainedModel) -> bool:
         return False
     with without_adapter(model):
         frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-        own = {name: tensor for name, tensor in model.state_dict().items() if name in frozen}
+        frozen_weights = {name: tensor for name, tensor in model.state_dict().items() if name in frozen}
     try:
-        if _are_in_files(own, Path(model.name_or_path or "")):
+        if _are_in_files(frozen_weights, Path(model.name_or_path or "")):
             return False
         saved = _load(model.name_or_path or "", model, torch.device("cpu")).state_dict()
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, SafetensorError):
         return True
-    return fingerprint(own) != fingerprint({name: tensor for name, tensor in saved.items() if name in frozen})
+    return fingerprint(frozen_weights) != fingerprint(
+        {name: tensor for name, tensor in saved.items() if name in frozen}
+    )
 
 
 def _are_in_files(weights: Mapping[str, Tensor], directory: Path) -> bool:
@@ -81,22 +83,22 @@ def _are_in_files(weights: Mapping[str, Tensor], directory: Path) -> bool:
 
     If not, the model that transformers makes of the files may have them nevertheless, because it converts some.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     for file in [*directory.glob("model.safetensors"), *directory.glob("model-*-of-*.safetensors")]:
         with safe_open(file, framework="pt") as saved:
             for name in weights.keys() & {*saved.keys()}:
-                own = weights[name].cpu()
-                if not torch.equal(saved.get_tensor(name).to(own.dtype), own):
+                weight = weights[name].cpu()
+                if not torch.equal(saved.get_tensor(name).to(weight.dtype), weight):
                     return False
-                found.add(name)
-    return found == weights.keys()
+                names.add(name)
+    return names == weights.keys()
 
 
-def _difference(found: Tensor, expected: Tensor, limit: float) -> str:
-    off = (found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-12)
+def _difference(values: Tensor, expected: Tensor, limit: float) -> str:
+    off = (values.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-12)
     if float(off) <= limit:
         return ""
-    largest = float((found.double() - expected.double()).abs().max())
+    largest = float((values.double() - expected.double()).abs().max())
     return f"loaded again, its outputs differ by up to {largest:.3g} ({float(off):.2%}) from those of the trained model"
 
 

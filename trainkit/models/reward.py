@@ -171,11 +171,11 @@ def _reads_last(classifier: PreTrainedModel) -> bool:
         return False
     training, probe = classifier.training, tiny_input(classifier)
     classifier.eval()
-    own = classifier(**probe).logits
+    expected = classifier(**probe).logits
     hidden = classifier.base_model(**probe).last_hidden_state[:, -1]
     classifier.train(training)
     score: Any = classifier.score
-    return torch.allclose(score(hidden).float(), own.float(), rtol=1e-4, atol=1e-4)
+    return torch.allclose(score(hidden).float(), expected.float(), rtol=1e-4, atol=1e-4)
 
 
 class RewardModel:
@@ -378,11 +378,11 @@ def _at_the_door(
         raise ConfigError(f"the {missing} of the reward model {path!r} cannot be loaded: {error}; {advice}") from error
 
 
-def _texts(name: str, given: Any) -> Sequence[str]:
+def _texts(name: str, value: Any) -> Sequence[str]:
     """Return the given texts as a list; raise a DataError if they are not strings."""
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise DataError(f"{name} should be a list of strings; given {describe(given)}")
-    texts = list(given)
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise DataError(f"{name} should be a list of strings; given {describe(value)}")
+    texts = list(value)
     for index, text in enumerate(texts):
         if not isinstance(text, str):
             raise DataError(f"{name}[{index}] should be a string; given {describe(text)}")

@@ -44,17 +44,18 @@ def fix_rope(model: nn.Module, limit: int, setting: str = "train.seq_length") ->
 def _fix(module: Any, layer: str | None, kind: str, limit: int) -> bool:
     """Set the frequencies so that what transformers chooses among is the same; return whether they change."""
     prefix, chosen = ("", {}) if layer is None else (f"{layer}_", {"layer_type": layer})
-    own = getattr(module, f"{prefix}inv_freq")
-    held = torch.device("cpu") if own.device.type == "meta" else own.device  # of one that gets its weights later
-    made, scaling = ROPE_INIT_FUNCTIONS[kind](module.config, torch.device("cpu"), seq_len=limit, **chosen)
+    usual_frequencies = getattr(module, f"{prefix}inv_freq")
+    device, dtype = usual_frequencies.device, usual_frequencies.dtype
+    held = torch.device("cpu") if device.type == "meta" else device  # of one that gets its weights later
+    fixed, scaling = ROPE_INIT_FUNCTIONS[kind](module.config, torch.device("cpu"), seq_len=limit, **chosen)
     usual, _ = ROPE_INIT_FUNCTIONS[kind](module.config, torch.device("cpu"), seq_len=1, **chosen)
-    frequencies = made.to(own.device, own.dtype)
+    frequencies = fixed.to(device, dtype)
     setattr(module, f"{prefix}inv_freq", frequencies)
     setattr(module, f"{prefix}original_inv_freq", frequencies.clone())
     if kind == "longrope":
-        setattr(module, f"{prefix}long_inv_freq", made.to(held, own.dtype))  # no buffer
+        setattr(module, f"{prefix}long_inv_freq", fixed.to(held, dtype))  # no buffer
     else:
         setattr(module, f"{prefix}attention_scaling", scaling)
         setattr(module, f"{prefix}max_seq_len_cached", max(limit, module.original_max_seq_len))
         module.original_max_seq_len = 0  # below it, transformers would return to the frequencies of short rows
-    return not torch.equal(made, usual)
+    return not torch.equal(fixed, usual)

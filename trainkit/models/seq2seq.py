@@ -94,8 +94,8 @@ def decoder_prefix(model: PreTrainedModel) -> list[int]:
     places = (getattr(model, "generation_config", None), model.config)
 
     def known(name: str) -> int | None:
-        found = (getattr(place, name, None) for place in places)
-        return next((token for token in found if isinstance(token, int)), None)
+        tokens = (getattr(place, name, None) for place in places)
+        return next((token for token in tokens if isinstance(token, int)), None)
 
     start, forced = known("decoder_start_token_id"), known("forced_bos_token_id")
     start = known("bos_token_id") if start is None else start
@@ -188,8 +188,8 @@ def _head_scale(model: PreTrainedModel) -> float | None:
         hidden = getattr(decoder, "last_hidden_state", None)
         if isinstance(head, nn.Module) and isinstance(hidden, Tensor):
             scales: tuple[float, ...] = (1.0, hidden.size(-1) ** -0.5)
-            found = next((scale for scale in scales if gives_logits(model, head(hidden * scale), full)), None)
-            if found is not None:
-                return found
+            right = next((scale for scale in scales if gives_logits(model, head(hidden * scale), full)), None)
+            if right is not None:
+                return right
     warn_of_full_logits(model)
     return None

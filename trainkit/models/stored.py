@@ -24,10 +24,10 @@ class _Stored(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the product with ``x`` [*, D]."""
         if autocast_dtype(x.device.type) is None and any(p.dtype != x.dtype for p in self.parameters()):
-            found: Tensor = functional_call(self, {name: p.to(x.dtype) for name, p in self.named_parameters()}, (x,))
+            output: Tensor = functional_call(self, {name: p.to(x.dtype) for name, p in self.named_parameters()}, (x,))
         else:
-            found = super().forward(x)
-        return found
+            output = super().forward(x)
+        return output
 
 
 class StoredLinear(_Stored, nn.Linear):
@@ -59,8 +59,8 @@ def store_frozen(model: Any, dtype: torch.dtype, beside: nn.Module | None = None
         if type(module) in KINDS and not kept & {*name.split(".")}
         if not any(parameter.requires_grad for parameter in module.parameters())
     ]
-    own = {id(layer) for layer in layers}
-    others = [each for each in model.modules() if id(each) not in own]
+    layer_ids = {id(layer) for layer in layers}
+    others = [each for each in model.modules() if id(each) not in layer_ids]
     elsewhere = {id(p) for module in others for p in module.parameters(recurse=False)}
     elsewhere |= set() if beside is None else {id(p) for p in beside.parameters()}
     for layer in layers:

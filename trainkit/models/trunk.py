@@ -29,8 +29,8 @@ def depth_of(config: PreTrainedConfig) -> int | None:
     """Return the number of transformer blocks, of an encoder-decoder those of the decoder; None if it is not given."""
     text = config.get_text_config()
     names = ("num_decoder_layers", "decoder_layers") if config.is_encoder_decoder else ()
-    found = (getattr(text, name, None) for name in (*names, "num_hidden_layers"))
-    return next((depth for depth in found if depth is not None), None)
+    counts = (getattr(text, name, None) for name in (*names, "num_hidden_layers"))
+    return next((depth for depth in counts if depth is not None), None)
 
 
 def find_blocks(model: PreTrainedModel) -> nn.ModuleList | None:
@@ -103,22 +103,22 @@ class Trunk:
     def __call__(self, base: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         """Return the input of the first trained block, [B, T, D]; the blocks above the trunk are not run."""
         assert self.blocks is not None
-        found: list[Tensor] = []
-        handle = self.blocks[self.depth - 1].register_forward_hook(lambda _, __, output: found.append(first(output)))
+        states: list[Tensor] = []
+        handle = self.blocks[self.depth - 1].register_forward_hook(lambda _, __, output: states.append(first(output)))
         above = range(self.depth, len(self.blocks))
         try:
             with stand_in(self.blocks, {index: _Skip(self.tuples) for index in above}):
                 base(**inputs)
         finally:
             handle.remove()
-        return found[0]
+        return states[0]
 
     @contextmanager
     def given(self, hidden: Tensor) -> Iterator[None]:
         """Use ``hidden`` [B, T, D] as the trunk's output within the context, instead of running the trunk."""
         assert self.blocks is not None
-        known = Known(hidden, self.tuples)
-        with stand_in(self.blocks, dict.fromkeys(range(self.depth), known)):
+        state = Known(hidden, self.tuples)
+        with stand_in(self.blocks, dict.fromkeys(range(self.depth), state)):
             yield
 
     @torch.no_grad()
@@ -149,9 +149,9 @@ class Trunk:
         finally:
             handle.remove()
         self.tuples = isinstance(outputs[0], tuple)
-        known = self(model.base_model, inputs)
+        state = self(model.base_model, inputs)
         model.base_model(**{**inputs, "input_ids": inputs["input_ids"].flip(1)})  # clears any state of the first pass
-        with self.given(known):
+        with self.given(state):
             return torch.equal(whole, model.base_model(**inputs).last_hidden_state)
 
 
@@ -182,12 +182,12 @@ class _Skip(nn.Module):
 @contextmanager
 def stand_in(blocks: nn.ModuleList, others: Mapping[int, nn.Module]) -> Iterator[None]:
     """Replace blocks by the modules ``others``, by index, within the context; nothing is registered or copied."""
-    own = dict(blocks._modules)
+    modules = dict(blocks._modules)
     try:
         blocks._modules.update({str(index): other for index, other in others.items()})
         yield
     finally:
-        blocks._modules.update(own)
+        blocks._modules.update(modules)
 
 
 def modules_below(model: PreTrainedModel, blocks: nn.ModuleList, depth: int) -> list[nn.Module]:

@@ -89,6 +89,6 @@ def decided(probe: Callable[[], T]) -> T:
         mine = probe() if loads_weights() else None
     if _loads.get() is None:
         return mine  # type: ignore[return-value]
-    found: list[Any] = [mine]
-    broadcast_object_list(found)
-    return found[0]  # type: ignore[no-any-return]
+    answers: list[Any] = [mine]
+    broadcast_object_list(answers)
+    return answers[0]  # type: ignore[no-any-return]

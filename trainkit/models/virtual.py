@@ -69,8 +69,8 @@ class VirtualTokens(nn.Module):
         """Return the embeddings of the virtual tokens [n, D], or the keys and values of all layers [n, *]."""
         tokens = torch.arange(self.count, device=self.encoder.embedding.weight.device).unsqueeze(0)
         encode = self.encoder.embedding if self.config.inference_mode else self.encoder  # loaded: the network is gone
-        found: Tensor = encode(tokens)[0]
-        return found
+        values: Tensor = encode(tokens)[0]
+        return values
 
     def forward(self, body: Any, cache: Cache, rows: int) -> None:
         """Put keys and values of the virtual tokens into an empty cache, for each of ``rows`` rows.
@@ -80,8 +80,8 @@ class VirtualTokens(nn.Module):
             cache: the cache.
             rows: the number of rows that are read next.
         """
-        found = self._as_prefix(body) if self.config.peft_type == "PREFIX_TUNING" else self._read(body)
-        for layer, states in enumerate(found):
+        by_layer = self._as_prefix(body) if self.config.peft_type == "PREFIX_TUNING" else self._read(body)
+        for layer, states in enumerate(by_layer):
             keys, values = (each.expand(rows, -1, -1, -1) for each in states)
             cache.update(keys, values, layer)
 
@@ -138,8 +138,8 @@ def _checkpointing(body: Any) -> str:
 
 def virtual_tokens(model: Any) -> VirtualTokens | None:
     """Return the virtual tokens of a transformers model; None if it has none."""
-    found: VirtualTokens | None = getattr(_body(model), PLACE, None)
-    return found
+    tokens: VirtualTokens | None = getattr(_body(model), PLACE, None)
+    return tokens
 
 
 def _body(model: Any) -> Any:
@@ -179,9 +179,9 @@ def check_prompt_learning(config: PeftConfig) -> None:
             f"model.peft_config.peft_type is {kind!r}, which puts tokens before the prompt; of these types trainkit "
             f"trains {', '.join(KINDS)}, and also adapters within the model's layers, such as LORA"
         )
-    given = getattr(config, "num_virtual_tokens", None)
-    if not isinstance(given, int) or given < 1:
-        raise ConfigError(f"model.peft_config.num_virtual_tokens is {given}; give {kind} at least 1 virtual token")
+    count = getattr(config, "num_virtual_tokens", None)
+    if not isinstance(count, int) or count < 1:
+        raise ConfigError(f"model.peft_config.num_virtual_tokens is {count}; give {kind} at least 1 virtual token")
 
 
 def attach(peft_model: Any) -> PreTrainedModel:
@@ -284,15 +284,15 @@ def _fault(peft_model: Any, model: Any, virtual: VirtualTokens) -> str:
         expected = _results(lambda: peft_model(**probe).logits[:, -probe["input_ids"].size(1) :], virtual)
         _put(_body(model), virtual)
         try:
-            found = _results(lambda: model(**probe).logits, virtual)
+            results = _results(lambda: model(**probe).logits, virtual)
         finally:
             _take_out(_body(model))
     except (TypeError, ValueError, AttributeError, LookupError, RuntimeError, AssertionError) as error:
         return f"{type(error).__name__}: {error}"
     finally:
         peft_model.train(training)
-    for name, given in expected.items():
-        off = float((found[name] - given).norm() / given.norm().clamp(min=1e-12))
+    for name, value in expected.items():
+        off = float((results[name] - value).norm() / value.norm().clamp(min=1e-12))
         if not off <= rounding(model.dtype, model.device) ** 0.5:
             return f"{name} differ by {off:.1%} from what peft computes"
     return ""
@@ -305,8 +305,8 @@ def _results(run: Callable[[], Tensor], virtual: VirtualTokens) -> Mapping[str, 
         trained = [parameter for parameter in virtual.parameters() if parameter.requires_grad]
         weights = torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype, device=logits.device).view_as(logits)
         gradients = torch.autograd.grad((logits * weights).sum(), trained) if trained else ()
-    found = {"logits": logits.detach()}
-    return {**found, "gradients": torch.cat([each.flatten().double() for each in gradients])} if trained else found
+    results = {"logits": logits.detach()}
+    return {**results, "gradients": torch.cat([each.flatten().double() for each in gradients])} if trained else results
 
 
 # ------------------------------------------------------------------------------------------------------- files
@@ -349,12 +349,12 @@ def load_virtual(model: PreTrainedModel, path: str, config: PeftConfig, **hub: A
     from peft.utils import load_peft_weights
 
     config.inference_mode = True
-    made: Any = get_peft_model(model, config)
+    adapted: Any = get_peft_model(model, config)
     if loads_weights():
-        [encoder] = made.prompt_encoder.values()
+        [encoder] = adapted.prompt_encoder.values()
         encoder.embedding.load_state_dict({"weight": load_peft_weights(path, device="cpu", **hub)["prompt_embeddings"]})
-    attach(made)
-    return made
+    attach(adapted)
+    return adapted
 
 
 @torch.no_grad()

@@ -153,7 +153,7 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         reward_adapter = kwargs.pop("reward_adapter", None)
         reward_adapter_name = kwargs.pop("reward_adapter_name", "reward_adapter")
         is_trainable = kwargs.pop("is_trainable", False)
-        own, base, preparation = cls._split_kwargs(kwargs)
+        wrapper_arguments, base, preparation = cls._split_kwargs(kwargs)
         if not isinstance(reward_adapter, str | Path | None):
             raise ConfigError(f"reward_adapter should be a hub id or a directory; given {describe(reward_adapter)}")
         if isinstance(path, str | Path):
@@ -168,8 +168,12 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
             score = cls.add_and_load_reward_modeling_adapter(
                 model, str(reward_adapter), reward_adapter_name, base.get("token")
             )
-            own |= {"score_module": score, "supports_rm_adapter": True, "rm_adapter_name": reward_adapter_name}
-        wrapper = cls(model, **own)
+            wrapper_arguments |= {
+                "score_module": score,
+                "supports_rm_adapter": True,
+                "rm_adapter_name": reward_adapter_name,
+            }
+        wrapper = cls(model, **wrapper_arguments)
         if isinstance(path, str | Path):
             wrapper._load_heads(str(path), hub_arguments(base))
         return wrapper
@@ -180,9 +184,9 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         from peft import prepare_model_for_kbit_training
 
         prepares = [name for name in inspect.signature(prepare_model_for_kbit_training).parameters if name != "model"]
-        own = {name: kwargs.pop(name) for name in cls.supported_args if name in kwargs}
+        wrapper_arguments = {name: kwargs.pop(name) for name in cls.supported_args if name in kwargs}
         preparation = {name: kwargs.pop(name) for name in prepares if name in kwargs}
-        return own, kwargs, preparation
+        return wrapper_arguments, kwargs, preparation
 
     @classmethod
     def _load(cls, path: str, model_args: tuple[Any, ...], kwargs: dict[str, Any], trainable: bool, merge: bool) -> Any:
@@ -402,8 +406,8 @@ class _WithValueHead(PreTrainedModelWrapper):
         except ValueError as error:
             if "Unrecognized configuration class" in str(error):  # that message lists all model classes
                 below, arguments = find_base(path, kwargs)
-                known = {**hub_arguments(arguments), TRUST: arguments.get(TRUST, False)}
-                cls._check_architecture(AutoConfig.from_pretrained(below or path, **known), path)
+                hub = {**hub_arguments(arguments), TRUST: arguments.get(TRUST, False)}
+                cls._check_architecture(AutoConfig.from_pretrained(below or path, **hub), path)
             raise
 
     def _put(self, head: ValueHead) -> None:
@@ -490,16 +494,16 @@ def unwrap_model_for_generation(model: Any, accelerator: Accelerator, is_peft_mo
 # ------------------------------------------------------------------------------------------------------------ parts
 
 
-def _peft_config(given: PeftConfig | Mapping[str, Any] | None) -> PeftConfig | None:
+def _peft_config(config: PeftConfig | Mapping[str, Any] | None) -> PeftConfig | None:
     from peft import PeftConfig
 
-    if isinstance(given, Mapping):
-        return make_peft_config(given)
-    if given is not None:
-        if not isinstance(given, PeftConfig):
-            raise ConfigError(f"peft_config should be a peft.PeftConfig or its fields; given {describe(given)}")
-        checked(given)
-    return given
+    if isinstance(config, Mapping):
+        return make_peft_config(config)
+    if config is not None:
+        if not isinstance(config, PeftConfig):
+            raise ConfigError(f"peft_config should be a peft.PeftConfig or its fields; given {describe(config)}")
+        checked(config)
+    return config
 
 
 def _live(model: Any, unused: list[str]) -> Any:
@@ -563,7 +567,7 @@ def _as_it_was(model: Any) -> Iterator[None]:
     finally:
         model.set_adapter(first)
         model.base_model.set_adapter(active)  # there may be several active ones
-        for parameter, wanted in gradients:
-            parameter.requires_grad_(wanted)
+        for parameter, gradient in gradients:
+            parameter.requires_grad_(gradient)
         for module, training in modes:
             module.training = training

@@ -144,10 +144,10 @@ def _distinct(queries: list[list[int]], device: torch.device) -> tuple[list[list
 
 
 def _read_once(
-    active: Active, rows: int, use: Tensor, found: tuple[Tensor, Tensor | None]
+    active: Active, rows: int, use: Tensor, outputs: tuple[Tensor, Tensor | None]
 ) -> tuple[Any, Tensor, Tensor | None]:
     """Repeat the results of distinct prompts for all rows."""
-    logits, hidden = found
+    logits, hidden = outputs
     if len(active.rows) < rows:
         active.keep(use)
         logits, hidden = logits[use], None if hidden is None else hidden[use]
@@ -249,12 +249,12 @@ class CausalDecoder:
         try:
             if active.fixed is None:
                 active.fixed = self._fixed(active)
-            found = active.fixed.play(active.last, active.lengths, width)
+            replayed = active.fixed.play(active.last, active.lengths, width)
             if self.graphed is None:
                 active.rewind(width)
                 real = active.real[:, : width + 1] if active.padded else None
-                own = self._forward(active.last.unsqueeze(1), real, active.lengths.unsqueeze(1), active.cache)
-                apart = _apart(found[0], own[0])
+                expected = self._forward(active.last.unsqueeze(1), real, active.lengths.unsqueeze(1), active.cache)
+                apart = _apart(replayed[0], expected[0])
                 allowed = rounding(self._dtype, self.model.device) ** 0.5
                 why = "" if apart <= allowed else f"their logits differ by {apart:.1%}"
         except UNFIT as error:
@@ -272,7 +272,7 @@ class CausalDecoder:
             return None
         self.graphed = True
         active.lengths, active.width = active.lengths + 1, width + 1
-        return found
+        return replayed
 
     def _fixed(self, active: _ActiveText) -> FixedStep:
         """Return a step of fixed shapes for the active rows.
@@ -462,15 +462,15 @@ def _difference(decoder: Decoder, tokens: Iterator[int], *, by_noise: bool) -> s
         steps.append((rows, decoder.next(active)[0]))
 
     def passes() -> list[Tensor]:
-        found: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = {}
+        outputs: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = {}
         for query, response in (row for rows, _ in reversed(steps) for row in rows):  # the longest first
-            if (tuple(query), tuple(response)) not in found:
+            if (tuple(query), tuple(response)) not in outputs:
                 for length, logits in enumerate(decoder.whole(query, response)):
-                    found[tuple(query), tuple(response[:length])] = logits
-        return [torch.stack([found[tuple(query), tuple(response)] for query, response in rows]) for rows, _ in steps]
+                    outputs[tuple(query), tuple(response[:length])] = logits
+        return [torch.stack([outputs[tuple(query), tuple(response)] for query, response in rows]) for rows, _ in steps]
 
-    def farthest(found: Iterable[Tensor], expected: list[Tensor]) -> float:
-        return max(map(_apart, found, expected))
+    def farthest(outputs: Iterable[Tensor], expected: list[Tensor]) -> float:
+        return max(map(_apart, outputs, expected))
 
     cached, full, dtype = [logits for _, logits in steps], passes(), autocast_dtype(model.device.type) or model.dtype
     allowed = rounding(dtype, model.device) ** 0.5
@@ -488,20 +488,20 @@ def _difference(decoder: Decoder, tokens: Iterator[int], *, by_noise: bool) -> s
 def _in_float64(model: PreTrainedModel) -> Iterator[None]:
     """Let the model compute in float64 within the context."""
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
-    own = [tensor.data for tensor in tensors]
+    originals = [tensor.data for tensor in tensors]
     try:
         for tensor in tensors:
             tensor.data = tensor.data.double()
         yield
     finally:
-        for tensor, data in zip(tensors, own, strict=True):
+        for tensor, data in zip(tensors, originals, strict=True):
             tensor.data = data
 
 
-def _apart(found: Tensor, expected: Tensor) -> float:
-    """Return the distance of ``found`` [b, V] from ``expected`` [b, V], relative to the spread of these."""
+def _apart(values: Tensor, expected: Tensor) -> float:
+    """Return the distance of ``values`` [b, V] from ``expected`` [b, V], relative to the spread of these."""
     spread = (expected - expected.mean(-1, keepdim=True)).norm()
-    return float(((found - expected).norm() / spread.clamp(min=1e-6)).nan_to_num(torch.inf))
+    return float(((values - expected).norm() / spread.clamp(min=1e-6)).nan_to_num(torch.inf))
 
 
 def vocabulary(model: PreTrainedModel) -> int:

@@ -60,19 +60,19 @@ class ServedModel:
         Raises:
             EngineError: a trained parameter is missing, or a tensor does not fit; names it.
         """
-        given, own = dict(weights.tensors()), self.model.state_dict()
+        tensors, state = dict(weights.tensors()), self.model.state_dict()
         trained = [name for name, p in self.model.named_parameters(remove_duplicate=False) if p.requires_grad]
-        if missing := [name for name in trained if name not in given]:
+        if missing := [name for name in trained if name not in tensors]:
             raise EngineError(f"the weights of step {weights.version} lack {missing[0]}, which is trained")
-        for name, tensor in given.items():
-            if name not in own:
+        for name, tensor in tensors.items():
+            if name not in state:
                 raise EngineError(f"the weights of step {weights.version} have {name}, which the model has not")
-            if (tensor.shape, tensor.dtype) != (own[name].shape, own[name].dtype):
+            if (tensor.shape, tensor.dtype) != (state[name].shape, state[name].dtype):
                 raise EngineError(
                     f"{name} of step {weights.version} is {tuple(tensor.shape)}, {tensor.dtype}; that of the model is "
-                    f"{tuple(own[name].shape)}, {own[name].dtype}"
+                    f"{tuple(state[name].shape)}, {state[name].dtype}"
                 )
-        return given
+        return tensors
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,8 @@ class Engine(ABC):
 
 def engine_class(entry: str | PluginConfig) -> type[Engine]:
     """Return the class of an engine; ``entry`` is what `rollout.engine` says: its name, or its settings."""
-    made: type[Engine] = get_engine(name_of(entry)).made
-    return made.of(None if isinstance(entry, str) else entry)
+    cls: type[Engine] = get_engine(name_of(entry)).made
+    return cls.of(None if isinstance(entry, str) else entry)
 
 
 def start(entry: str | PluginConfig, served: ServedModel) -> Engine:
@@ -174,13 +174,13 @@ def start(entry: str | PluginConfig, served: ServedModel) -> Engine:
     Raises:
         EngineError: it cannot be started; the original error is the cause.
     """
-    made = engine_class(entry)
+    cls = engine_class(entry)
     try:
-        return made(None if isinstance(entry, str) else entry, served)
+        return cls(None if isinstance(entry, str) else entry, served)
     except TrainkitError:
         raise
     except Exception as error:
-        if not made.own_copy:
+        if not cls.own_copy:
             raise
         raise EngineError(f"the engine {name_of(entry)!r} could not be started: {said(error)}") from error
 
@@ -302,8 +302,8 @@ class EngineSampler:
                 return f"ended response {index} by token {len(answer.ids[index])}; min_new_tokens is {least}"
             if now != (reason == "stop"):
                 by = "by EOS, a stop token or a stop string"
-                found = f"ends {by}" if now else f"does not end {by}"
-                return f"gave the reason {reason!r} for response {index}, which {found}"
+                ending = f"ends {by}" if now else f"does not end {by}"
+                return f"gave the reason {reason!r} for response {index}, which {ending}"
         return ""
 
 

@@ -80,8 +80,8 @@ def check_maker(maker: Any) -> EnvironmentMaker:
         raise ConfigError(f"the environment is made by {name}(row), which cannot be called so: {why}; write {define}")
     if inspect.isclass(maker) and (why := _wrong_method(maker)):
         raise ConfigError(f"the environment {name}: {why}")
-    made: EnvironmentMaker = maker
-    return made
+    checked: EnvironmentMaker = maker
+    return checked
 
 
 METHODS = {"reset": (), "step": ("output",)}
@@ -92,8 +92,8 @@ def _wrong_method(environment: Any) -> str:
     """Return which method of an environment, or of a class of environments, takes other arguments; empty if none."""
     for name, arguments in METHODS.items():
         plain_function = inspect.isfunction(inspect.getattr_static(environment, name, None))
-        given = ("self", *arguments) if inspect.isclass(environment) and plain_function else arguments
-        if why := _misfit(getattr(environment, name, None), *given):
+        positional = ("self", *arguments) if inspect.isclass(environment) and plain_function else arguments
+        if why := _misfit(getattr(environment, name, None), *positional):
             called = f"{name}({', '.join(arguments)})"
             return f"{called} cannot be called so: {why}; write def {name}({', '.join(('self', *arguments))})"
     return ""
@@ -129,14 +129,14 @@ class Episode:
         """Return the error that ``what`` happened in this episode; it names the prompt and its columns."""
         place, columns = self.row.get(PLACE), columns_of([self.row])
         index = None if place is None else place.row
-        known = {name: values[0] for name, values in columns.items() if name != "episode_seed"}
+        values_of = {name: values[0] for name, values in columns.items() if name != "episode_seed"}
         if self.row.get("prompt") is not None:
-            known = {"prompt": self.row["prompt"], **known}
-        told = [f"{name} {_short(value, 40)}" for name, value in known.items()]
+            values_of = {"prompt": self.row["prompt"], **values_of}
+        parts = [f"{name} {_short(value, 40)}" for name, value in values_of.items()]
         seed = f"episode_seed {self.row.get('episode_seed')}"
         return EpisodeError(
             f"{self.name}, {'a prompt' if index is None else f'prompt {index}'} "
-            f"({', '.join([*told[:MOST_COLUMNS], *['…'] * (len(told) > MOST_COLUMNS), seed])})"
+            f"({', '.join([*parts[:MOST_COLUMNS], *['…'] * (len(parts) > MOST_COLUMNS), seed])})"
             f"{f', turn {self.turn}' if self.turn else ''}: {what}"
         )
 
@@ -173,8 +173,8 @@ def _made(maker: EnvironmentMaker, rows: Sequence[Row], config: EnvironmentConfi
     name = getattr(maker, "__qualname__", type(maker).__qualname__)
     episodes = [Episode(row, name) for row in rows]
     columns = [{key: value for key, value in row.items() if key != PLACE} for row in rows]
-    made = call_all([lambda row=row: maker(row) for row in columns], config)  # type: ignore[misc]
-    for episode, result in zip(episodes, made, strict=True):
+    environments = call_all([lambda row=row: maker(row) for row in columns], config)  # type: ignore[misc]
+    for episode, result in zip(episodes, environments, strict=True):
         episode.environment = _value(episode, result, f"{name}(row)")
         if not callable(getattr(episode.environment, "step", None)):
             raise episode.fault(
@@ -189,13 +189,13 @@ def _made(maker: EnvironmentMaker, rows: Sequence[Row], config: EnvironmentConfi
 TEXT_OR_MESSAGES = "text, or a list of messages, which are dicts with 'role' and 'content'; neither may be empty"
 
 
-def _prompt(episode: Episode, given: Any) -> Prompt | None:
+def _prompt(episode: Episode, value: Any) -> Prompt | None:
     """Return the prompt that `reset` returned, checked."""
-    if isinstance(given, Turn):
+    if isinstance(value, Turn):
         raise episode.fault("reset() returned a Turn; an episode cannot be done at reset. Return the prompt")
-    if given is not None and not (isinstance(given, str) and given) and not is_conversation(given):
-        raise episode.fault(f"reset() returned {describe(given)}; return {TEXT_OR_MESSAGES}")
-    prompt: Prompt | None = given
+    if value is not None and not (isinstance(value, str) and value) and not is_conversation(value):
+        raise episode.fault(f"reset() returned {describe(value)}; return {TEXT_OR_MESSAGES}")
+    prompt: Prompt | None = value
     return prompt
 
 
@@ -229,12 +229,12 @@ def _value(episode: Episode, result: Result, what: str) -> Any:
         return result.value
     if isinstance(error, KeyboardInterrupt):
         raise error
-    told = (
+    advice = (
         f"{what} took longer than environment.timeout, {error}; it is not waited for"
         if isinstance(error, TimeoutError) and result.given_up
         else f"{what} raised {type(error).__name__}{f': {error}' if str(error) else ''}"
     )
-    raise episode.fault(told) from error
+    raise episode.fault(advice) from error
 
 
 def _turn(episode: Episode, value: Any) -> Turn:

@@ -138,25 +138,25 @@ class Player:
     # ------------------------------------------------------------------------------------------------ the prompt
 
     def _begin(self, episode: Episode, prompt: Prompt | None, seed: int) -> _Script:
-        given = episode.row.get("prompt") if prompt is None else prompt
-        if given is None:
+        first = episode.row.get("prompt") if prompt is None else prompt
+        if first is None:
             raise episode.fault(
                 "reset() returned no prompt, and the row has none; return one, or give rows with a prompt"
             )
         try:
-            return self._written(episode, given, seed)
+            return self._written(episode, first, seed)
         except DataError as error:
             raise episode.fault(str(error)) from error
 
-    def _written(self, episode: Episode, given: Prompt, seed: int) -> _Script:
+    def _written(self, episode: Episode, prompt: Prompt, seed: int) -> _Script:
         """Return the script that begins with a prompt."""
         what = "its prompt"
-        if is_conversation(given):
-            messages = [dict(message) for message in given]
+        if is_conversation(prompt):
+            messages = [dict(message) for message in prompt]
             text = self._chat(episode, what).prompt(messages)
         else:
-            messages, text = None, given if isinstance(given, str) else decode(self.tokenizer, [given], self.skip)[0]
-        ids = self.encode(given if messages is None else text, what)
+            messages, text = None, prompt if isinstance(prompt, str) else decode(self.tokenizer, [prompt], self.skip)[0]
+        ids = self.encode(prompt if messages is None else text, what)
         if self.max_tokens is not None and len(ids) >= self.max_tokens:
             raise episode.fault(
                 f"its prompt has {len(ids)} tokens, and an episode may have {self.max_tokens}; shorten it, or raise "
@@ -172,15 +172,15 @@ class Player:
         Raises:
             DataError: it does not render a message; or as `check_template`.
         """
-        told = [dict(message) for message in messages]
-        kind = _kind("prompt", row, *[message.get("role") for message in told])
+        copies = [dict(message) for message in messages]
+        kind = _kind("prompt", row, *[message.get("role") for message in copies])
         if kind in self._proven:
             return
         chat = Chat(self.tokenizer, row, what)
-        for index in range(len(told)):
-            if _is_ignored(chat, told, index):
-                raise DataError(f"{what}, message {index}: {_ignores(told[index])}")
-        check_template(self.tokenizer, told, row, what)
+        for index in range(len(copies)):
+            if _is_ignored(chat, copies, index):
+                raise DataError(f"{what}, message {index}: {_ignores(copies[index])}")
+        check_template(self.tokenizer, copies, row, what)
         self._proven.add(kind)
 
     def _chat(self, episode: Episode, what: str) -> Chat:
@@ -311,27 +311,28 @@ class Player:
     def _rollouts(self, episodes: list[Episode], scripts: list[_Script]) -> Rollouts:
         rows = [{**episode.row, "prompt": script.text} for episode, script in zip(episodes, scripts, strict=True)]
         numbers = {name: _joined(scripts, name) for name in NUMBERS}
-        known, versions = numbers["logprobs"], [script.version for script in scripts if script.version is not None]
-        made = assemble(
+        logprobs, versions = numbers["logprobs"], [script.version for script in scripts if script.version is not None]
+        rollouts = assemble(
             self.tokenizer,
             [{name: value for name, value in row.items() if name != "episode_seed"} for row in rows],
             [script.prompt for script in scripts],
             [script.ids for script in scripts],
             sampled=[script.sampled for script in scripts],
             terminated=torch.tensor(
-                [script.terminated for script in scripts], device=None if known is None else known.device
+                [script.terminated for script in scripts], device=None if logprobs is None else logprobs.device
             ),
             **numbers,
             versions=torch.stack(versions) if len(versions) == len(scripts) else None,
             stops=[],
             skip_special_tokens=self.skip,
         )
-        after = made.sequences.attention_mask & ~made.sequences.prompt_mask  # every prompt is followed by an output
+        sequences = rollouts.sequences
+        after = sequences.attention_mask & ~sequences.prompt_mask  # every prompt is followed by an output
         return replace(
-            made,
+            rollouts,
             rewards=placed_at(after, torch.tensor([reward for script in scripts for reward in script.rewards])),
             turns=[script.said for script in scripts],
-            failed=torch.tensor([bool(episode.failure) for episode in episodes], device=made.terminated.device),
+            failed=torch.tensor([bool(episode.failure) for episode in episodes], device=rollouts.terminated.device),
         )
 
 

@@ -58,8 +58,8 @@ def _forward(layer: Any) -> Callable[[Tensor], Tensor]:
         if dtype not in packs:
             of_weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(dtype), rows)
             packs[dtype] = of_weight, None if bias is None else bias.detach().to(dtype)
-        found: Tensor = torch.ops.mkldnn._linear_pointwise(x.to(dtype), *packs[dtype], "none", [], "")
-        return found
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(x.to(dtype), *packs[dtype], "none", [], "")
+        return output
 
     return forward
 
@@ -91,7 +91,7 @@ def _has_the_same_bits(dtype: torch.dtype, rows: int, columns: int, inner: int, 
     added = bias if biased else None
     try:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
-        found = torch.ops.mkldnn._linear_pointwise(x, packed, added, "none", [], "")
+        output = torch.ops.mkldnn._linear_pointwise(x, packed, added, "none", [], "")
     except (AttributeError, NotImplementedError, RuntimeError):  # these functions are not among torch's public ones
         return False
-    return torch.equal(found, F.linear(x, weight, added))
+    return torch.equal(output, F.linear(x, weight, added))

@@ -40,18 +40,20 @@ class Replica:
         Raises:
             EngineError: as `ServedModel.fitting`; nothing is changed then.
         """
-        given, own = self.served.fitting(weights), self.served.model.state_dict()
-        for name, tensor in given.items():
-            own[name].copy_(tensor)
+        tensors, state = self.served.fitting(weights), self.served.model.state_dict()
+        for name, tensor in tensors.items():
+            state[name].copy_(tensor)
         self.version = weights.version
 
     def generate(self, request: Request) -> Generated:
         """Return the responses, with their tensors on the CPU."""
         assert self.version is not None, "an engine loads weights before it generates"
         with self._autocast():
-            made = self.sampler.generate(request.queries, request.settings, request.seeds, self.version)
-        logprobs, entropy, hidden = (None if x is None else x.cpu() for x in (made.logprobs, made.entropy, made.hidden))
-        return replace(made, logprobs=logprobs, entropy=entropy, hidden=hidden)
+            responses = self.sampler.generate(request.queries, request.settings, request.seeds, self.version)
+        logprobs, entropy, hidden = (
+            None if x is None else x.cpu() for x in (responses.logprobs, responses.entropy, responses.hidden)
+        )
+        return replace(responses, logprobs=logprobs, entropy=entropy, hidden=hidden)
 
     def _autocast(self) -> AbstractContextManager[object]:
         """Return the context of forward passes, which accelerate enters in the training process."""

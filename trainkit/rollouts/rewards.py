@@ -92,27 +92,27 @@ def score(
         RewardError: the function raised an exception, took too long or returned something else; names it and the row.
     """
     with at_step(step):
-        found, further = _parted(
+        scores, further = _parted(
             answer(reward_fn, rollouts, config, alone=alone, tokenizer=tokenizer), len(rollouts), name_of(reward_fn)
         )
         (told if told is not None else {}).update(further)
-        return check_scores(found, rollouts, name_of(reward_fn), on_nonfinite=config.on_nonfinite)
+        return check_scores(scores, rollouts, name_of(reward_fn), on_nonfinite=config.on_nonfinite)
 
 
-def _parted(found: Any, count: int, source: str) -> tuple[Any, dict[str, list[Any]]]:
+def _parted(returned: Any, count: int, source: str) -> tuple[Any, dict[str, list[Any]]]:
     """Return the scores among what a reward function returned, and what else it returned, by name."""
-    columns = found
-    if isinstance(found, list | tuple) and found and all(isinstance(each, Mapping) for each in found):
-        if (odd := next((each for each in found if each.keys() != found[0].keys()), None)) is not None:
+    columns = returned
+    if isinstance(returned, list | tuple) and returned and all(isinstance(each, Mapping) for each in returned):
+        if (other := next((each for each in returned if each.keys() != returned[0].keys()), None)) is not None:
             raise RewardError(
-                f"{source} returned a mapping with {', '.join(odd)} for one sample and one with {', '.join(found[0])} "
-                "for another; give the same names for all"
+                f"{source} returned a mapping with {', '.join(other)} for one sample and one with "
+                f"{', '.join(returned[0])} for another; give the same names for all"
             )
-        columns = {name: [each[name] for each in found] for name in found[0]}
+        columns = {name: [each[name] for each in returned] for name in returned[0]}
     if not isinstance(columns, Mapping):
-        return found, {}
+        return returned, {}
     if "score" not in columns:
-        raise RewardError(f"{source} returned {describe(found)} without 'score', the name of the scores; {CONTRACT}")
+        raise RewardError(f"{source} returned {describe(returned)} without 'score', the name of the scores; {CONTRACT}")
     further = {name: _listed(values) for name, values in columns.items() if name != "score"}
     for name, values in further.items():
         if not isinstance(name, str) or name in RESERVED:
@@ -133,10 +133,10 @@ def _listed(values: Any) -> Any:
 
 def numbers_of(values: Sequence[Any]) -> list[float]:
     """Return the finite numbers of a column of numbers; none of one that has anything else besides None."""
-    given = [value for value in values if value is not None]
-    if not all(isinstance(value, int | float) for value in given):
+    values_given = [value for value in values if value is not None]
+    if not all(isinstance(value, int | float) for value in values_given):
         return []
-    return [float(value) for value in given if math.isfinite(value)]
+    return [float(value) for value in values_given if math.isfinite(value)]
 
 
 def check_scores(scores: Any, rollouts: Rollouts, source: str, *, on_nonfinite: str = "error") -> Tensor:
@@ -284,11 +284,11 @@ def means(records: Sequence[Record], wholes: Sequence[tuple[int, Mapping[str, fl
     """
     names = dict.fromkeys(name for record in records for name in record)
     numbers = {name: numbers_of([record.get(name) for record in records]) for name in names}
-    found = {name: sum(values) / len(values) for name, values in numbers.items() if values}
+    by_name = {name: sum(values) / len(values) for name, values in numbers.items() if values}
     total = sum(count for count, _ in wholes)
     for name in wholes[0][1]:
-        found[name] = sum(count * whole[name] for count, whole in wholes) / total
-    return found
+        by_name[name] = sum(count * whole[name] for count, whole in wholes) / total
+    return by_name
 
 
 def call(fn: Callable[..., Any], rollouts: Scored, **extra: Any) -> Any:
@@ -297,25 +297,25 @@ def call(fn: Callable[..., Any], rollouts: Scored, **extra: Any) -> Any:
     Raises:
         RewardError: ``fn`` raised an exception, or a column has the name of one of its other arguments.
     """
-    columns, given = columns_of(rollouts.rows), rollouts.given
-    if taken := [name for name in columns if name in {*GIVEN, *given}]:
+    columns, texts = columns_of(rollouts.rows), rollouts.given
+    if taken := [name for name in columns if name in {*GIVEN, *texts}]:
         raise RewardError(
-            f"{name_of(fn)} gets {', '.join(GIVEN if taken[0] in GIVEN else given)} from trainkit, and the prompts "
+            f"{name_of(fn)} gets {', '.join(GIVEN if taken[0] in GIVEN else texts)} from trainkit, and the prompts "
             f"have a column {taken[0]!r}; rename the column"
         )
-    arguments = {**given, **extra, **{name: [_copied(v) for v in values] for name, values in columns.items()}}
-    told = f" and the keywords {', '.join(arguments)}"
-    with _default_dtype_kept(fn), explained(fn, rollouts, told), _without_autocast():
+    arguments = {**texts, **extra, **{name: [_copied(v) for v in values] for name, values in columns.items()}}
+    arguments_said = f" and the keywords {', '.join(arguments)}"
+    with _default_dtype_kept(fn), explained(fn, rollouts, arguments_said), _without_autocast():
         return fn(**arguments)
 
 
-def check_keywords(fn: Callable[..., Any], what: str, given: Iterable[str], columns: Iterable[str]) -> None:
+def check_keywords(fn: Callable[..., Any], what: str, keywords: Iterable[str], columns: Iterable[str]) -> None:
     """Raise a `ConfigError` if a function does not take a keyword that it will be called with.
 
     Args:
         fn: the function; one whose signature is not known, such as one written in C, is not checked.
         what: what it is, in the message: a reward function or a metric function.
-        given: what trainkit calls it with.
+        keywords: what trainkit calls it with.
         columns: the columns of the prompts, which it gets, too.
     """
     try:
@@ -325,12 +325,12 @@ def check_keywords(fn: Callable[..., Any], what: str, given: Iterable[str], colu
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
         return
     named = {each.name for each in parameters if each.kind is not inspect.Parameter.POSITIONAL_ONLY}
-    if odd := [name for name in (*given, *columns) if name not in named]:
-        known = [each.name for each in parameters if each.name in named]
+    if unknown := [name for name in (*keywords, *columns) if name not in named]:
+        accepted = [each.name for each in parameters if each.name in named]
         raise ConfigError(
-            f"the {what} {name_of(fn)} does not take {', '.join(odd)}, and is called with the keywords "
-            f"{', '.join((*given, *columns))}; write def {getattr(fn, '__name__', 'score')}"
-            f"({', '.join([*known, '**kwargs'])})"
+            f"the {what} {name_of(fn)} does not take {', '.join(unknown)}, and is called with the keywords "
+            f"{', '.join((*keywords, *columns))}; write def {getattr(fn, '__name__', 'score')}"
+            f"({', '.join([*accepted, '**kwargs'])})"
         )
 
 
@@ -418,12 +418,12 @@ def repeated(attempt: Callable[[], T], source: str, config: RewardFunctionConfig
 
 def is_named(error: BaseException | None, names: Sequence[str]) -> bool:
     """Return whether the class of an exception, or one of its bases, has one of the names, with or without module."""
-    known = {
+    of_error = {
         name
         for kind in type(error).__mro__
         for name in (kind.__name__, kind.__qualname__, f"{kind.__module__}.{kind.__qualname__}")
     }
-    return error is not None and not known.isdisjoint(names)
+    return error is not None and not of_error.isdisjoint(names)
 
 
 @contextmanager
@@ -455,9 +455,9 @@ def explained(fn: Callable[..., Any], rollouts: Scored, also: str = "") -> Itera
 def _called_with(rollouts: Scored) -> str:
     """Return how many samples a function was called with, and to which prompts of the dataset, as far as known."""
     places = [row[PLACE].row for row in rollouts.rows if PLACE in row]
-    known = list(dict.fromkeys(str(row) for row in places if row is not None))
-    told = ", ".join([*known[:MOST_PROMPTS], *["…"] * (len(known) > MOST_PROMPTS)])
-    prompts = f" of the prompt{'s' if len(known) > 1 else ''} {told}" if known else ""
+    numbers = list(dict.fromkeys(str(row) for row in places if row is not None))
+    shown = ", ".join([*numbers[:MOST_PROMPTS], *["…"] * (len(numbers) > MOST_PROMPTS)])
+    prompts = f" of the prompt{'s' if len(numbers) > 1 else ''} {shown}" if numbers else ""
     return f"called with {len(rollouts)} samples{prompts}"
 
 
@@ -519,9 +519,9 @@ def _number(value: Any, source: str, which: str, contract: str = CONTRACT, *, on
     at = f" for {which}" if which else ""
     _refuse_unreadable(value, source, contract)
     value = plain(value)
-    found = finite(value)
-    if found is not None:
-        return found
+    number = finite(value)
+    if number is not None:
+        return number
     if isinstance(value, int | float):
         if on_nonfinite == "drop_row" or (on_nonfinite == "clip" and value == value):
             return math.nan if value != value else math.inf if value > 0 else -math.inf

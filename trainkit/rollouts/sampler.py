@@ -169,16 +169,16 @@ class TokenSampler:
         purpose: Purpose = "generate",
     ) -> Rollouts:
         """Sample a response to each of ``queries``; token t of response b is drawn with number t of ``seeds[b]``."""
-        made = self.generate(queries, settings, seeds)
+        responses = self.generate(queries, settings, seeds)
         return assemble(
             self.tokenizer,
             rows,
             queries,
-            made.ids,
-            terminated=torch.tensor([reason == "stop" for reason in made.reasons], device=self.model.device),
-            logprobs=made.logprobs,
-            entropy=made.entropy,
-            hidden=made.hidden,
+            responses.ids,
+            terminated=torch.tensor([reason == "stop" for reason in responses.reasons], device=self.model.device),
+            logprobs=responses.logprobs,
+            entropy=responses.entropy,
+            hidden=responses.hidden,
             stops=settings.stop_sequences,
             skip_special_tokens=self.skip_special_tokens,
         )
@@ -417,27 +417,27 @@ class _Responses:
         # the last token completes it, so it is in the last tokens if each is a character, or one of the parts of one
         begin = max(step + 1 - PARTS * (max(map(len, stops)) + 2), 0)
         last = self.tokens[begin : step + 1, rows]
-        found = self._has_stop(last)
-        if begin and (unsure := found | torch.isin(last, self.special).any(0)).any():
-            found[unsure] = self._has_stop(self.tokens[: step + 1, rows[unsure]])
-        return ended | found
+        stopped = self._has_stop(last)
+        if begin and (unsure := stopped | torch.isin(last, self.special).any(0)).any():
+            stopped[unsure] = self._has_stop(self.tokens[: step + 1, rows[unsure]])
+        return ended | stopped
 
     def _has_stop(self, tokens: Tensor) -> Tensor:
         """Return bool [b]: in the text of which of the columns [*, b] there is a stop string."""
         texts = decode(self.sampler.tokenizer, tokens.t(), self.sampler.skip_special_tokens)
-        found = [any(stop in text for stop in self.settings.stop_sequences) for text in texts]
-        return torch.tensor(found, dtype=torch.bool, device=tokens.device)
+        has_stop = [any(stop in text for stop in self.settings.stop_sequences) for text in texts]
+        return torch.tensor(has_stop, dtype=torch.bool, device=tokens.device)
 
     def generated(self, version: int) -> Generated:
         """Return the sampled responses."""
         lengths, alive, taken = self.taken.sum(0).tolist(), self.alive.tolist(), self.taken.t()
-        known = not self.sampler.fault
+        computed = not self.sampler.fault
         return Generated(
             [row[:length] for row, length in zip(self.tokens.t().tolist(), lengths, strict=True)],
             ["length" if goes_on else "stop" for goes_on in alive],
             [version] * len(lengths),
-            logprobs=self.logprobs.t()[taken] if known else None,
-            entropy=self.entropy.t()[taken] if known else None,
+            logprobs=self.logprobs.t()[taken] if computed else None,
+            entropy=self.entropy.t()[taken] if computed else None,
             hidden=None if self.hidden is None else self.hidden.transpose(0, 1)[taken],
         )
 
@@ -506,23 +506,23 @@ def _by_generate(decoder: Decoder, queries: list[list[int]], responses: _Respons
 @contextmanager
 def _no_settings(model: PreTrainedModel) -> Iterator[None]:
     """Remove the model's own generation settings within the context; they would fill in settings not given here."""
-    own, model.generation_config = model.generation_config, GenerationConfig()
+    settings, model.generation_config = model.generation_config, GenerationConfig()
     try:
         yield
     finally:
-        model.generation_config = own
+        model.generation_config = settings
 
 
 @contextmanager
-def _seen_states(model: PreTrainedModel, wanted: bool) -> Iterator[list[Tensor]]:
-    """Yield a list that holds the states [b, D] of the model's newest logits within the context, if ``wanted``."""
+def _seen_states(model: PreTrainedModel, seen: bool) -> Iterator[list[Tensor]]:
+    """Yield a list that holds the states [b, D] of the model's newest logits within the context, if ``seen``."""
     newest: list[Tensor] = []
 
     def note(_: Any, __: Any, outputs: Any) -> None:
         newest[:] = [outputs.last_hidden_state[:, -1]]
 
     core = model.get_decoder() if model.config.is_encoder_decoder else model.base_model
-    handle = core.register_forward_hook(note) if wanted else None
+    handle = core.register_forward_hook(note) if seen else None
     try:
         yield newest
     finally:
@@ -632,5 +632,5 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: Any, skip_special_tokens: bo
 
 def cut_at_stop(text: str, stops: list[str]) -> str:
     """Return ``text`` up to its first stop string, without trailing whitespace; unchanged if it has none."""
-    found = [at for stop in stops if (at := text.find(stop)) >= 0]
-    return text[: min(found)].rstrip() if found else text
+    places = [at for stop in stops if (at := text.find(stop)) >= 0]
+    return text[: min(places)].rstrip() if places else text

@@ -267,7 +267,7 @@ def test_a_run_with_an_actor_that_is_killed_ends_as_one_without(
     def reward(outputs: list[str], **rest: Any) -> list[float]:
         calls.append(len(outputs))
         if len(calls) == 3:
-            os.kill(made[0].engine.pids[0], sent)
+            os.kill(made[0].sampling.engine.pids[0], sent)
         return count_first_letters(outputs)
 
     made: list[Any] = []
@@ -422,7 +422,7 @@ made = [tiny_trainer("rloo", Path("unused"), rollout__engine=each) for each in (
 one, other = (trainer.generate(["a", "bc"]).outputs for trainer in made)
 assert one == other, (one, other)
 assert ray.available_resources().get("CPU", 0) == 0, "each actor has reserved a CPU"
-made[0].engine.close()
+made[0].sampling.engine.close()
 assert not ray.is_initialized()
 """
 
