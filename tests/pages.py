@@ -172,8 +172,6 @@ WORLD = {
     "prompts.jsonl": '"a"\n"bc"\n',
     "samples.jsonl": '{"prompt": "a", "completion": "b"}\n' * 8,
     "pairs.jsonl": '{"prompt": "a", "chosen": "b", "rejected": "c", "id": 1}\n',
-    "labelled.jsonl": '{"prompt": "a", "completion": "b", "label": true}\n' * 4
-    + '{"prompt": "a", "completion": "c", "label": false}\n' * 4,
     "FILE.py": """
 def function(*_, outputs=None, **__):
     if outputs is not None:
@@ -267,7 +265,7 @@ class Reader:
         if words[0] == "train" and not any(word.startswith("--") and word != "--no-plugin" for word in words):
             words += ["--samples", "samples.jsonl"]
         if "CONFIG.yaml" in words:
-            method = "kto" if "labelled.jsonl" in words else "sft" if "--samples" in words else "ppo"
+            method = "sft" if "--samples" in words else "ppo"
             Path("CONFIG.yaml").write_text(WORLD["CONFIG.yaml"].replace("ppo", method), encoding="utf-8")
         with self.monkeypatch.context() as patch, served_hub(patch) if words[0] == "push" else nullcontext():
             for name, _, value in (word.partition("=") for word in simple[1].split()):

@@ -59,6 +59,7 @@ LAUNCHING = (
     "docs/kit.md",
     "docs/runs.md",
     "docs/write-an-algorithm.md",
+    "plugins/sweep/README.md",
     "examples/README.md",
 )
 """Pages with commands of `LAUNCH`."""
@@ -290,10 +291,9 @@ def trainers_of(document: Path) -> list[str]:
     return list(project["entry-points"]["trainkit.trainers"])
 
 
-def test_the_readme_calls_ready_what_is_there() -> None:
+def test_the_readme_lists_every_algorithm() -> None:
     (table,) = (table for table in tables(README) if table.header == "name")
-    ready = {name for row in table.rows if row[-1] == "ready" for name in spans(row[0])}
-    assert ready == {name for path in ALGORITHM_READMES for name in trainers_of(path)}
+    assert sorted(table.names) == sorted(name for path in ALGORITHM_READMES for name in trainers_of(path))
 
 
 @table("document", ALGORITHM_READMES)
