@@ -456,7 +456,7 @@ def _load_held(trainer: RunView, path: Path, there: int, filled: int) -> None:
     read = [rank] if there == world else range(there)
     if (path / "store-00000.json").exists():
         parts = [checkpoint.read_state(path, f"store-{index:05d}")["experience"] for index in read]
-        rows, each = len(parts[0]), trainer.collector.passes.rows_of_a_prompt(len(parts[0]))
+        rows, each = len(parts[0]), trainer.collector.batches.rows_of_a_prompt(len(parts[0]))
         at.prompts = at.prompts if there == world else rows // each * there // world
         trainer.store.experience = parts[0] if there == world else own_rows(parts, each, rank, world)
     elif there != world:

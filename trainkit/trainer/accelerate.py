@@ -120,7 +120,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         super().__init__(config, model=model, **kwargs)
 
     def _make_parts(self) -> None:
-        """Make the parts that depend on the kind of model."""
+        """Make the parts of a trainer of language models, in the order in which they need each other."""
         check_environment(self.config, self.environment, self.inputs)
         if self.online:
             check_distribution(self.config)

@@ -25,11 +25,11 @@ from trainkit.trainer import dynamic
 from trainkit.trainer.ahead import AsyncCollector
 from trainkit.trainer.base import BaseRLTrainer, overridden
 from trainkit.trainer.collection import Collection
-from trainkit.trainer.minibatches import Passes
+from trainkit.trainer.minibatches import Minibatches
 from trainkit.trainer.offloading import ReferenceOffloading
 from trainkit.trainer.returns import checked_batch
 from trainkit.trainer.sampling import Sampling
-from trainkit.trainer.scoring import Scored, Scoring
+from trainkit.trainer.scoring import ScoredRollouts, Scoring
 from trainkit.trainer.settings import changed_settings
 from trainkit.trainer.sharing import PromptSharing
 from trainkit.trainer.trunk import TrunkCache
@@ -43,9 +43,13 @@ SEEN = 16
 class Collector:
     """Fills the store with experience, by the algorithm's `make_experience`, and yields it in minibatches.
 
+    `minibatches` calls `collect` for each collection, and `one_pass` for each pass over it. A collection is made by
+    `fill`: `push_experience` (`begin`, then `make` for each `rollout.batch_size` rows, now or when a step first reads
+    them), `prepare`, `filled`.
+
     Args:
         algorithm: makes and prepares experience.
-        run: the run, whose store is filled, and which may be asked to end or to save within a collection.
+        view: the run, whose store is filled, and which may be asked to end or to save within a collection.
         inference: returns a context in which the model is run without gradient.
         before_offloading: called before the reference is moved to the CPU, to do what reads it later.
 
@@ -56,16 +60,17 @@ class Collector:
     def __init__(
         self,
         algorithm: BaseRLTrainer[Any],
-        run: RunView,
+        view: RunView,
         inference: Callable[[], AbstractContextManager[None]],
         before_offloading: Callable[[], object],
     ) -> None:
-        self.algorithm, self.run, self._inference = algorithm, run, inference
-        self.parallel, self.progress, self.store, self.plan = run.parallel, run.progress, run.store, run.plan
-        self.updater, self.recorder, self.last_step = run.updater, run.recorder, run.last_step
-        self.passes = Passes(algorithm, run.plan, run.store, run.parallel, run.progress, run.last_step)
+        self.algorithm, self.view, self._inference = algorithm, view, inference
+        self.parallel, self.progress, self.store, self.plan = view.parallel, view.progress, view.store, view.plan
+        self.updater, self.recorder, self.last_step = view.updater, view.recorder, view.last_step
+        self.interruptible = view.run_state.stop.interruptible
+        self.batches = Minibatches(algorithm, view.plan, view.store, view.parallel, view.progress, view.last_step)
         """Which rows make up a minibatch."""
-        self.offloading = ReferenceOffloading(algorithm, run.plan, run.models, before_offloading)
+        self.offloading = ReferenceOffloading(algorithm, view.plan, view.models, before_offloading)
         """What moves the reference to the CPU after it has made experience."""
         self.collection = Collection()
         """The collection that is trained on, or made for it."""
@@ -76,7 +81,7 @@ class Collector:
     @property
     def config(self) -> TRLConfig[Any]:
         """The run's configuration."""
-        return self.run.config
+        return self.view.config
 
     @property
     def current(self) -> Collection:
@@ -118,7 +123,7 @@ class Collector:
 
     def one_pass(self) -> Iterator[Batch]:
         """Yield the remaining minibatches of a pass over the collection in the store."""
-        return self.passes.minibatches(self.collection, counted=self.in_steps)
+        return self.batches.of_pass(self.collection, counted=self.in_steps)
 
     def end(self) -> None:
         """End the collection at hand; the next one begins with an empty store."""
@@ -140,7 +145,7 @@ class Collector:
         """
         started = time.perf_counter()
         self.last_step.mark()
-        with self.run.run_state.stop.interruptible(self.runs_alone):
+        with self.interruptible(self.runs_alone):
             self.fill()
         self.plan.warn_of_repeated_rows()
         self.last_step.finish()
@@ -152,21 +157,21 @@ class Collector:
 
     def observe(self, experience: Batch) -> None:
         """Call the hook `on_experience` with experience, and what was sampled for it."""
-        hook = self.run.hooks.hook
-        hook.on_experience(trainer=self.run, experience=experience, rollouts=self.collection.rollouts)
+        hook = self.view.hooks.hook
+        hook.on_experience(trainer=self.view, experience=experience, rollouts=self.collection.rollouts)
 
     def fill(self) -> None:
         """Fill the store with one collection of experience."""
         at = self.progress
         self.collection = Collection(at.collection, at.collection, at.cursor)
-        self.run.models.build()  # all processes together, also one that samples nothing
+        self.view.models.build()  # all processes together, also one that samples nothing
         drops = self.config.reward.on_nonfinite == "drop_row"
         with self._inference():
             self.push_experience()
             at.taken, at.prompts = self.collection.taken, self.collection.prompts
             if not self.in_steps and (len(self.store) or not drops):
                 self.updater.changing = True
-                with self.run.run_state.stop.interruptible(False):
+                with self.interruptible(False):
                     self.prepare()
                 self.updater.changing = False
         if drops:
@@ -189,11 +194,11 @@ class Collector:
             return
         for start in range(0, len(rows), size := self.config.rollout.batch_size):
             self.stop_if_asked()
-            self.store.push(self.made(rows[start : start + size]))
+            self.store.push(self.make(rows[start : start + size]))
 
     def _rows(self, collection: Collection) -> list[Row]:
         """Return this process's rows of a collection: those of the dataset, each for every response to it."""
-        pipeline, count = self.run.pipeline, self.plan.collection_rows
+        pipeline, count = self.view.pipeline, self.plan.collection_rows
         assert pipeline is not None
         taken = pipeline.take(collection.cursor, count, rank=self.parallel.rank, world=self.parallel.world)
         collection.taken, collection.prompts = count, len(taken)
@@ -202,7 +207,7 @@ class Collector:
     def begin(self, rows: list[Row]) -> None:
         """Prepare for making experience of ``rows``, those of a collection in this process."""
 
-    def made(self, rows: list[Row]) -> Batch:
+    def make(self, rows: list[Row]) -> Batch:
         """Return what `make_experience` makes of rows of a collection, checked."""
         made = checked_batch(self.algorithm, "make_experience", self.algorithm.make_experience(rows))
         return self.algorithm.through_trunk(made)
@@ -251,22 +256,24 @@ class Collector:
         self.collection.ordered = True
         rank, world = self.parallel.rank, self.parallel.world
         steps = self.offloading.steps_at_a_time()
-        parts = self.passes.order(0, self.plan.collection_rows).split(steps * self.config.train.batch_size)
+        parts = self.batches.order(0, self.plan.collection_rows).split(steps * self.config.train.batch_size)
         for number, rows in enumerate(parts):
-            self.store.promise(len(rows) // world, partial(self._made_for, number * steps, rows[rank::world].tolist()))
+            self.store.promise(
+                len(rows) // world, partial(self._make_promised, number * steps, rows[rank::world].tolist())
+            )
 
-    def _made_for(self, step: int, positions: list[int]) -> Batch:
+    def _make_promised(self, step: int, positions: list[int]) -> Batch:
         """Make the experience of the rows at ``positions`` of the dataset, those from a step of the first pass on."""
-        pipeline = self.run.pipeline
+        pipeline = self.view.pipeline
         assert pipeline is not None
         if not self.in_steps:
             self.stop_if_asked()
         started, at = time.perf_counter(), self.progress
         again = at.epoch > 0 or at.position > step  # a run that was resumed
         rows = [row for position in positions for row in pipeline.take(position, 1)]
-        with self.run.run_state.stop.interruptible(self.runs_alone), self._inference():
+        with self.interruptible(self.runs_alone), self._inference():
             with self.recorder.discarding() if again else nullcontext():
-                made = self._made_in_parts(rows)
+                made = self._make_in_parts(rows)
             self.offloading.offload()
         if self.in_steps:
             self.recorder.record_seconds("time/collect", started)
@@ -274,9 +281,9 @@ class Collector:
                 self.observe(made)
         return made
 
-    def _made_in_parts(self, rows: list[Row]) -> Batch:
+    def _make_in_parts(self, rows: list[Row]) -> Batch:
         size = self.config.rollout.batch_size
-        parts = [self.made(rows[start : start + size]).to("cpu") for start in range(0, len(rows), size)]
+        parts = [self.make(rows[start : start + size]).to("cpu") for start in range(0, len(rows), size)]
         return type(parts[0]).cat(parts)
 
     # --------------------------------------------------------------------------------------- requests to end or save
@@ -286,23 +293,23 @@ class Collector:
         beside_training = self.current.weights is not None  # the loop then stops between two steps
         if beside_training:
             return
-        signum, saves = run.requests(self.run)
+        signum, saves = run.requests(self.view)
         if saves:
             self._save_before_collection()
         if signum:
             self.store.clear()
-            run.stop(self.run, signum)
+            run.stop(self.view, signum)
 
     def _save_before_collection(self) -> None:
         """Save the state before the collection that is being made; it is made again if the run resumes from there."""
         if self.last_step.before is None:  # the collection is made because a run resumes
-            self.run.run_state.stop.saves = True
+            self.view.run_state.stop.saves = True
             return
         progress = replace(self.progress)
         self.progress.become(self.last_step.before)
         try:
-            with self.store.emptied(), saving.unless_it_goes_on(self.run):
-                saving.save(self.run)
+            with self.store.emptied(), saving.unless_it_goes_on(self.view):
+                saving.save(self.view)
         finally:
             self.progress.become(progress)
 
@@ -319,6 +326,8 @@ class Collector:
 
 class RolloutCollector(Collector):
     """Collects scored rollouts of a language model, or samples as `Collector` does.
+
+    Rollouts are made by `sampled` (rows → rollouts → scores, by `scored`), and `experience` makes experience of them.
 
     Filtered collections (`keep`, `reward.on_nonfinite: drop_row`) are those of `trainkit.trainer.dynamic`, and
     collections that are sampled ahead those of `trainkit.trainer.ahead`.
@@ -417,18 +426,18 @@ class RolloutCollector(Collector):
         self._push_scored(self.collection.parts)
         self.collection.parts = []
 
-    def _push_scored(self, parts: Iterator[Scored] | list[Scored]) -> None:
+    def _push_scored(self, parts: Iterator[ScoredRollouts] | list[ScoredRollouts]) -> None:
         for rollouts, scores in parts:
             self.store.push(self.experience(rollouts, scores))
 
     def experience(self, rollouts: Rollouts, scores: Tensor) -> Batch:
         """Return what the algorithm's `experience` makes of scored rollouts, checked. ``scores``: [B] or [B, T]."""
-        policy = self.run.models.unwrapped
+        policy = self.view.models.unwrapped
         if isinstance(policy, Policy):  # the frozen layers run here, and not again
             rollouts = replace(rollouts, sequences=policy.through_trunk(rollouts.sequences))
         return checked_batch(self.algorithm, "experience", self.algorithm.experience(rollouts, scores))
 
-    def decide_sharing(self, parts: Sequence[Scored]) -> None:
+    def decide_sharing(self, parts: Sequence[ScoredRollouts]) -> None:
         """Decide by the first of the ``parts`` whether the prompts of the collection are shared."""
         self.sharing.decide(parts[0][0].sequences if parts else None)
 
@@ -439,15 +448,15 @@ class RolloutCollector(Collector):
         pairs = "pairs" in self.algorithm.inputs and bool(rows)
         self.sharing.decide(self._encode_pairs(rows[:SEEN]).both if pairs else None)
 
-    def _made_in_parts(self, rows: list[Row]) -> Batch:
+    def _make_in_parts(self, rows: list[Row]) -> Batch:
         self.trunk.rows = len(self.store)
-        made = super()._made_in_parts(rows)
+        made = super()._make_in_parts(rows)
         self.trunk.rows = 0
         return made
 
     # ------------------------------------------------------------------------------------------------ scored rollouts
 
-    def sampled(self, collection: Collection) -> Iterator[Scored]:
+    def sampled(self, collection: Collection) -> Iterator[ScoredRollouts]:
         """Sample and score a collection; yield its rollouts with their scores [B] or [B, T], in parts."""
         if self.algorithm.keeps or self.config.reward.on_nonfinite == "drop_row":
             yield from dynamic.sampled(self, collection)
@@ -455,18 +464,18 @@ class RolloutCollector(Collector):
         rows, size = self._rows(collection), self.config.rollout.batch_size
         yield from self.scored([rows[start : start + size] for start in range(0, len(rows), size)])
 
-    def scored(self, parts: list[list[Row]]) -> Iterator[Scored]:
+    def scored(self, parts: list[list[Row]]) -> Iterator[ScoredRollouts]:
         """Sample and score the rows of each part that has any. All processes have equally many parts.
 
         Raises:
             TrainkitError: that of a process whose reward function or environment has failed; raised on all processes.
         """
-        clipped = list[Scored]() if self.config.reward.on_nonfinite == "clip" else None
+        clipped = list[ScoredRollouts]() if self.config.reward.on_nonfinite == "clip" else None
         if self._samples_as_usual():  # the engine can begin with what several calls of `sample` will ask
             self.sampling.begin([rows for rows in parts if rows], self.current.seen)
         for rows in parts:
             self.stop_if_asked()
-            scored = self.parallel.sync_errors(partial(self._scored_here, rows))
+            scored = self.parallel.sync_errors(partial(self._score_part, rows))
             if scored is None:
                 continue
             if clipped is None:
@@ -477,7 +486,7 @@ class RolloutCollector(Collector):
         if clipped is not None:
             yield from self.scoring.clipped(clipped)
 
-    def _scored_here(self, rows: list[Row]) -> Scored | None:
+    def _score_part(self, rows: list[Row]) -> ScoredRollouts | None:
         """Sample and score rows, if there are any, unless the run is asked to end."""
-        with self.run.run_state.stop.interruptible(self.samples_alone):
+        with self.interruptible(self.samples_alone):
             return self.algorithm.sample_and_score(rows) if rows else None

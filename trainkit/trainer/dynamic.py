@@ -83,7 +83,7 @@ def sampled(collector: RolloutCollector, collection: Collection) -> Iterator[tup
 
 def _kept_of(collector: RolloutCollector, collection: Collection, count: int) -> list[Group]:
     """Sample and score responses to ``count`` prompts of the stream, and return this process's groups that are kept."""
-    pipeline, parallel, k = collector.run.pipeline, collector.parallel, collector.algorithm.samples_per_prompt
+    pipeline, parallel, k = collector.view.pipeline, collector.parallel, collector.algorithm.samples_per_prompt
     assert pipeline is not None
     taken = pipeline.take(collection.cursor + collection.taken, count, rank=parallel.rank, world=parallel.world)
     per_part = max(collector.config.rollout.batch_size // k, 1)

@@ -30,7 +30,7 @@ class Evaluator:
 
     Args:
         algorithm: has the prompts and samples, and evaluates on prompts.
-        run: the run; hooks get the metrics.
+        view: the run; hooks get the metrics.
         inference: returns a context in which the model is run without gradient.
         sampling_model: returns a context in which every process samples with the model.
 
@@ -41,12 +41,12 @@ class Evaluator:
     def __init__(
         self,
         algorithm: Any,
-        run: RunView,
+        view: RunView,
         inference: Callable[[], AbstractContextManager[None]],
         sampling_model: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self.algorithm, self.run, self.plan = algorithm, run, run.plan
-        self.collector, self.updater, self.recorder = run.collector, run.updater, run.recorder
+        self.algorithm, self.view, self.plan = algorithm, view, view.plan
+        self.collector, self.updater, self.recorder = view.collector, view.updater, view.recorder
         self._inference, self._sampling_model = inference, sampling_model
         self.held_out: Batch | None = None
         """The experience of the held-out samples, made at the first evaluation."""
@@ -59,29 +59,29 @@ class Evaluator:
     @property
     def config(self) -> TRLConfig[Any]:
         """The run's configuration."""
-        return self.run.config
+        return self.view.config
 
     @property
     def due(self) -> bool:
         """Whether the step that was just made is followed by an evaluation."""
         interval = self.config.train.eval_interval
-        return self.plan.done or (interval > 0 and self.run.progress.step % interval == 0)
+        return self.plan.done or (interval > 0 and self.view.progress.step % interval == 0)
 
     @property
     def missing(self) -> bool:
         """Whether the evaluation of the last step was not made: before the first one, or because of an error."""
-        at = self.run.progress
+        at = self.view.progress
         return self.plan.total_steps > 0 if at.step == 0 else self.due and at.evaluated != at.step
 
     def evaluate_if(self, due: bool) -> None:
         """Evaluate if an evaluation is due and the run has data for it, and keep the best model."""
         data = self.algorithm.eval_rows or self.algorithm.eval_samples
         if due and data and self.config.train.eval_interval:
-            run.keep_best(self.run, self.algorithm.evaluate())
+            run.keep_best(self.view, self.algorithm.evaluate())
 
     def evaluate(self) -> dict[str, float]:
         """Return means by name; see `AcceleratedLoop.evaluate`."""
-        view, algorithm = self.run, self.algorithm
+        view, algorithm = self.view, self.algorithm
         if not algorithm.eval_rows and not algorithm.eval_samples:
             raise DataError(
                 "there are no evaluation prompts and no held-out samples; give eval_prompts or eval_samples, or call "
@@ -132,12 +132,12 @@ class Evaluator:
         experience = checked_batch(self.algorithm, "prepare_step", self.algorithm.prepare_step(self.held_out))
 
         def measured(micro: Batch) -> m.Metrics:
-            self.run.run_state.stop.progressed()
-            measures: m.Metrics = self.updater.measure(micro.to(self.run.parallel.device))[1]
+            self.view.run_state.stop.progressed()
+            measures: m.Metrics = self.updater.measure(micro.to(self.view.parallel.device))[1]
             return measures
 
         metrics = m.merge(*self.updater.each_together(self.updater.micro_batches(experience), measured))
-        return {f"eval/{name}": value for name, value in m.compute(metrics, self.run.parallel.reduce).items()}
+        return {f"eval/{name}": value for name, value in m.compute(metrics, self.view.parallel.reduce).items()}
 
     def prepare_held_out(self) -> None:
         """Make the experience of the held-out samples, if evaluations will need it; inside `inference`."""
@@ -147,7 +147,7 @@ class Evaluator:
 
     def _experience(self) -> Batch:
         """Return the experience of this process's part of the held-out samples."""
-        parallel, size = self.run.parallel, self.config.rollout.batch_size
+        parallel, size = self.view.parallel, self.config.rollout.batch_size
         rows = self.algorithm.eval_samples[parallel.rank :: parallel.world]
         store = RolloutStore[Any]()
         parts = [rows[start : start + size] for start in range(0, len(rows), size)]
@@ -186,7 +186,7 @@ class RolloutEvaluator(Evaluator):
         return metrics, samples
 
     def _evaluate_at(self, overrides: dict[str, Any]) -> tuple[dict[str, float], list[Record]]:
-        parallel, stop, size = self.run.parallel, self.run.run_state.stop, self.config.rollout.batch_size
+        parallel, stop, size = self.view.parallel, self.view.run_state.stop, self.config.rollout.batch_size
         rows, shard = placed(self.algorithm.eval_rows), slice(parallel.rank, None, parallel.world)
         # over all processes' rows, so that none repeats; as `generate` does, which can repeat a response by its seed
         seeds = self.sampling.seeds(rows, "generate")[shard]

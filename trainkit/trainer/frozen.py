@@ -28,15 +28,15 @@ class FrozenModels:
     """Makes the frozen models that an algorithm compares with.
 
     Args:
-        run: the run, whose fingerprint has those of the models.
+        view: the run, whose fingerprint has those of the models.
         models: the policy, and the list of frozen models.
         text: the tokenizer and the limit of lengths, which they have to fit.
         sharing: whether they share prompts.
     """
 
-    def __init__(self, run: RunView, models: Models, text: Text, sharing: PromptSharing) -> None:
-        self.run, self.models, self.text, self.sharing = run, models, text, sharing
-        self.config: TRLConfig[Any] = run.config
+    def __init__(self, view: RunView, models: Models, text: Text, sharing: PromptSharing) -> None:
+        self.view, self.models, self.text, self.sharing = view, models, text, sharing
+        self.config: TRLConfig[Any] = view.config
 
     def add(self, source: Any, key: str) -> Frozen:
         """Check the second model that ``source`` is or names, and return it, to be loaded later.
@@ -75,7 +75,7 @@ class FrozenModels:
             policy.row_limit = self.models.row_limit
         self.fix_rope(policy)
         self.store(model.requires_grad_(False), source, load_frozen_config(self.config.model, source, key))
-        run.check_frozen(self.run, policy)
+        run.check_frozen(self.view, policy)
         self.sharing.prepare(policy)
         return policy
 
@@ -98,9 +98,9 @@ class FrozenModels:
     def fix_rope(self, policy: Any) -> None:
         """Let the numbers of a row not depend on its neighbours' lengths."""
         if self.text.limit is not None:
-            fix_rope(policy, self.text.limit + count_virtual(self.config.model, self.run.live_model))
+            fix_rope(policy, self.text.limit + count_virtual(self.config.model, self.view.live_model))
 
     @property
     def _path(self) -> Any:
         """The path of the trained model's checkpoint; None if the user gave the model as an object."""
-        return self.config.model.model_path if self.run.live_model is None else None
+        return self.config.model.model_path if self.view.live_model is None else None

@@ -58,7 +58,7 @@ class AcceleratedLoop(BaseRLTrainer[M]):
     """The parts of training that depend neither on the algorithm nor on the kind of model.
 
     `AccelerateRLTrainer` adds what language models need. A trainer of other models derives from this class and
-    implements `get_arch`, `make_experience`, `evaluation` and `write_model`, and those of `fit_prompts`,
+    implements `get_arch`, `make_experience`, `loss` and `write_model`, and those of `evaluation`, `fit_prompts`,
     `read_samples` and `default_prompts` that it needs.
 
     A trainer is composed of parts: `plan`, `models`, `updater`, `collector` and `evaluator`, over `parallel`,
@@ -139,8 +139,6 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         """What makes the optimizer steps."""
         self.last_step = LastStep(self.progress, self.store, self.updater)
         """The state after the last finished step, to which an error returns."""
-        self.health = Health(half_precision=precision != "no")
-        """What watches the metrics."""
         self._make_parts()
 
     def _make_models(self, optimizer: Any, scheduler: Any) -> Models:
@@ -163,7 +161,9 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         )
 
     def _make_parts(self) -> None:
-        """Make the parts that depend on the kind of model."""
+        """Make the parts that depend on the kind of model. Overridden as a whole."""
+        self.health = Health(half_precision=self.accelerator.mixed_precision != "no")
+        """What watches the metrics."""
         self.collector = self.collector_class(self, self, self.inference, self._before_offloading)
         """What fills the store."""
         self.evaluator = Evaluator(self, self, self.inference, self._sampling_model)
@@ -347,10 +347,9 @@ class AcceleratedLoop(BaseRLTrainer[M]):
                     self._train_on(batch)
                     if not self._observe():
                         break
-                else:
-                    if self.progress.unusable:  # the last collections had no step, at whose end this would be done
-                        self.evaluator.evaluate_if(self.evaluator.missing)
-                        saving.save_if_due(self, self.done)
+                if self.progress.unusable:  # the last collections had no step, at whose end this would be done
+                    self.evaluator.evaluate_if(self.evaluator.missing)
+                    saving.save_if_due(self, self.done)
                 run.export(self)
         hub.push_at_end(self)
 

@@ -131,8 +131,8 @@ class LastStep:
         return not self._updater.changing
 
 
-class Passes:
-    """The passes over a collection: which rows make up each minibatch.
+class Minibatches:
+    """The minibatches of the passes over a collection: which rows make up each.
 
     Args:
         algorithm: its configuration, `group`, `rows_vary` and `experience_rows` are read.
@@ -156,7 +156,7 @@ class Passes:
         self.parallel, self.progress, self.last_step = parallel, progress, last_step
         self._warned = False
 
-    def minibatches(self, collection: Collection, *, counted: bool = False) -> Iterator[Batch]:
+    def of_pass(self, collection: Collection, *, counted: bool = False) -> Iterator[Batch]:
         """Yield the remaining minibatches of a pass; `progress` counts a minibatch as made when it is yielded.
 
         Args:

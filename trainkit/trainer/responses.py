@@ -29,7 +29,7 @@ class Responder:
 
     Args:
         algorithm: its reference is sampled from, and its `score` called.
-        run: the run, whose progress numbers the responses.
+        view: the run, whose progress numbers the responses.
         text: prompts as token ids.
         sampling: samples responses.
         scoring: whether there are rewards, and the environment.
@@ -37,16 +37,16 @@ class Responder:
     """
 
     def __init__(
-        self, algorithm: Any, run: RunView, text: Text, sampling: Sampling, scoring: Scoring, recorder: Recorder
+        self, algorithm: Any, view: RunView, text: Text, sampling: Sampling, scoring: Scoring, recorder: Recorder
     ) -> None:
-        self.algorithm, self.run = algorithm, run
+        self.algorithm, self.view = algorithm, view
         self.text, self.sampling, self.scoring, self.recorder = text, sampling, scoring, recorder
 
     def check_generates(self, call: str) -> None:
         """Raise a `ConfigError` if the trained model scores text and generates none."""
         if not self.algorithm.generates:
             raise ConfigError(
-                f"{self.run.config.method.name!r} trains a model that scores text and generates none, so {call} has no "
+                f"{self.algorithm.method.name!r} trains a model that scores text and generates none, so {call} has no "
                 "use; evaluate on eval_samples"
             )
 
@@ -100,11 +100,11 @@ class Responder:
             if reward_fn is None:
                 return self.algorithm.score(rollouts)  # type: ignore[no-any-return]
             numbered = replace(rollouts, rows=[self.text.numbered(row) for row in rollouts.rows])
-            step = self.run.progress.step
-            scores = score(reward_fn, numbered, self.text.tokenizer, self.run.config.reward, step=step)
-            return scores.to(self.run.parallel.device)
+            step = self.view.progress.step
+            scores = score(reward_fn, numbered, self.text.tokenizer, self.view.config.reward, step=step)
+            return scores.to(self.view.parallel.device)
 
-        return choose_best(rows, seeds, n, keep, self.run.config.rollout.batch_size, sample, scored)
+        return choose_best(rows, seeds, n, keep, self.view.config.rollout.batch_size, sample, scored)
 
     def play(self, prompts: Any, overrides: dict[str, Any]) -> Rollouts:
         """Play an episode for each prompt; see `AccelerateRLTrainer.play`."""
@@ -134,13 +134,13 @@ class Responder:
 
     def _as_episodes(self, rows: Prompts) -> list[Row]:
         """Return checked rows for episodes."""
-        rows = without(rows, self.run.config.data.ignore_columns)
+        rows = without(rows, self.view.config.data.ignore_columns)
         return self.algorithm.fit_prompts(prompt_rows(rows, needed=False, replayed=True))  # type: ignore[no-any-return]
 
     def _next_places(self, rows: list[Row]) -> list[Row]:
         """Return rows with the next places among all that were generated; their random numbers follow from these."""
-        if self.run.config.train.resume:
-            run.begin(self.run)  # the random numbers follow from the progress of the resumed run
-        first = self.run.progress.generated
-        self.run.progress.generated += len(rows)
+        if self.view.config.train.resume:
+            run.begin(self.view)  # the random numbers follow from the progress of the resumed run
+        first = self.view.progress.generated
+        self.view.progress.generated += len(rows)
         return placed(rows, first)

@@ -28,7 +28,7 @@ from trainkit.trainer.text import Text
 
 log = logging.getLogger(__name__)
 
-Scored = tuple[Rollouts, Tensor]
+ScoredRollouts = tuple[Rollouts, Tensor]
 """Rollouts, and their scores [B] or [B, T]."""
 
 
@@ -130,7 +130,7 @@ class Scoring:
 
     # ------------------------------------------------------------------------------------- scores that are not finite
 
-    def clipped(self, parts: list[Scored]) -> list[Scored]:
+    def clipped(self, parts: list[ScoredRollouts]) -> list[ScoredRollouts]:
         """Return rollouts with infinite scores set to the largest and the smallest finite score of all processes.
 
         Raises:

@@ -162,7 +162,7 @@ class Updater:
         metrics: m.Metrics = {}
         fault = ""
         try:
-            metrics = self._passes(micros, share)
+            metrics = self._accumulate(micros, share)
         except (RuntimeError, MemoryError) as error:
             if isinstance(error, TrainkitError) or not out_of_memory(error):
                 raise
@@ -195,7 +195,7 @@ class Updater:
             )
         return not failed
 
-    def _passes(self, micros: list[Batch], share: Tensor) -> m.Metrics:
+    def _accumulate(self, micros: list[Batch], share: Tensor) -> m.Metrics:
         """Make the passes of a step: accumulate the gradient, and return the metrics."""
         device, rank = self.parallel.device, self.parallel.rank
         metrics: m.Metrics = {}
