@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import re
 import string
 from pathlib import Path
 from typing import Any
@@ -22,18 +21,28 @@ from trainkit.data import PLAIN_TEMPLATE
 from trainkit.errors import DataError
 from trainkit.testing import character_tokenizer, tiny_gpt2
 
-PAGE = Path(__file__).parents[1] / "docs" / "data.md"
-
-
-def formats() -> dict[str, list[dict[str, Any]]]:
-    """The rows of the first example of the page about data, by format."""
-    names: dict[str, Any] = {}
-    exec(re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[0], names)
-    return dict(names["rows"])
-
-
+ASK = {"role": "user", "content": "2+2?"}
+ANSWER, WORSE = ({"role": "assistant", "content": content} for content in "45")
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "language modelling": [{"text": "2+2? 4"}, {"messages": [ASK, ANSWER]}],
+    "prompt-completion": [{"prompt": "2+2?", "completion": " 4"}, {"prompt": [ASK], "completion": [ANSWER]}],
+    "unpaired preference": [
+        {"prompt": "2+2?", "completion": " 4", "label": True},
+        {"prompt": [ASK], "completion": [WORSE], "label": False},
+    ],
+    "preference": [
+        {"prompt": "2+2?", "chosen": " 4", "rejected": " 5"},
+        {"prompt": [ASK], "chosen": [ANSWER], "rejected": [WORSE]},
+    ],
+    "implicit preference": [
+        {"chosen": "2+2? 4", "rejected": "2+2? 5"},
+        {"chosen": [ASK, ANSWER], "rejected": [ASK, WORSE]},
+    ],
+    "prompt-only": [{"prompt": "2+2?"}, {"prompt": [ASK]}],
+}
+"""Rows of each format, as text and as messages."""
 FORMATS = [
-    *((form, row) for form, rows in formats().items() for row in rows),
+    *((form, row) for form, rows in ROWS.items() for row in rows),
     ("prompt-completion", {"instruction": "Add.", "input": "2+2", "output": "4"}),  # Alpaca
     ("language modelling", {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]}),
 ]

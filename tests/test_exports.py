@@ -28,9 +28,9 @@ from trainkit.cli import app
 from trainkit.config import ModelConfig
 from trainkit.errors import CheckpointError, ConfigError, NonFiniteError
 from trainkit.models import RewardModel, load_model, reloading
-from trainkit.models.loading import merge_export
 from trainkit.testing import character_tokenizer, tiny_llama
 from trainkit.testing.trainers import PAIRS, SHORT, tiny_trainer
+from trainkit_tools.merging import merge_export
 
 OLD = 3
 """The EOS that the model was made with; the tokenizer's is another."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-import shutil
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
-from functools import reduce
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -30,8 +28,6 @@ from trainkit.config import ModelConfig, TRLConfig, absent
 from trainkit.data.chat import read_template
 from trainkit.errors import ConfigError, DataError, describe, suggest
 from trainkit.models.adapters import (
-    ADAPTER_CONFIG,
-    HEADS,
     HUB,
     adapter_base,
     add_adapter,
@@ -42,7 +38,6 @@ from trainkit.models.adapters import (
     language_model,
     load_adapter,
     make_peft_config,
-    merge_adapter,
 )
 from trainkit.models.policy import CausalPolicy, Policy
 from trainkit.models.seq2seq import Seq2SeqPolicy
@@ -297,55 +292,6 @@ def _named_eos(config: Any) -> list[int]:
     """Return the EOS ids of a configuration of a model or of its generation."""
     named = getattr(config, "eos_token_id", None)
     return named if isinstance(named, list) else [] if named is None else [named]
-
-
-def merge_export(adapter: Path, out: Path, base: str | None = None, *, trust_remote_code: bool = False) -> None:
-    """Merge an exported adapter into its base model, and write the full model to ``out``, with tokenizer and heads.
-
-    It is written in the type of the adapter if that is more precise than the base model's.
-
-    Args:
-        adapter: the directory of the export.
-        out: a new or empty directory.
-        base: the base model's directory or hub id, instead of the one that the adapter names.
-        trust_remote_code: whether Python code that comes with the base model may run.
-
-    Raises:
-        ConfigError: there is no adapter, ``out`` is not empty, or the base model cannot be loaded.
-    """
-    base_path = base or adapter_base(adapter)
-    if not (adapter / ADAPTER_CONFIG).is_file() or base_path is None:
-        raise ConfigError(f"{adapter} holds no {ADAPTER_CONFIG}; give an export of a run with model.peft_config")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} is not empty; give a new directory")
-    code = {TRUST: trust_remote_code}
-    try:
-        model = auto_class(AutoConfig.from_pretrained(base_path, **code)).from_pretrained(
-            base_path, dtype="auto", **code
-        )
-        merged = merge_adapter(_as_trained(model, adapter), adapter)
-        tokenizer = AutoTokenizer.from_pretrained(adapter, **code)
-    except (OSError, ValueError, TypeError, RuntimeError) as error:
-        advice = _code_advice(error) or "Give the path of its base model as --base"
-        raise ConfigError(f"the adapter {adapter} cannot be merged into {base_path!r}: {error}. {advice}") from error
-    name_eos(merged, tokenizer)
-    merged.save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    if (adapter / HEADS).exists():
-        shutil.copy2(adapter / HEADS, out)
-
-
-def _as_trained(model: PreTrainedModel, adapter: Path) -> PreTrainedModel:
-    """Return the base model in the type of the adapter, in which it was trained, if that is more precise."""
-    from peft.utils import load_peft_weights
-
-    dtypes = [tensor.dtype for tensor in load_peft_weights(str(adapter), device="cpu").values()]
-    dtype = reduce(torch.promote_types, [each for each in dtypes if each.is_floating_point], model.dtype)
-    if dtype == model.dtype or getattr(model, "is_quantized", False):
-        return model
-    log.warning("the merged weights are %s, as those of the adapter; the base model's are %s", dtype, model.dtype)
-    whole: nn.Module = model
-    return cast("PreTrainedModel", whole.to(dtype))
 
 
 def check_trainable(config: ModelConfig, model_config: PreTrainedConfig, live: bool) -> None:
@@ -623,7 +569,7 @@ def trust(kwargs: Mapping[str, Any]) -> dict[str, bool]:
 def _cannot_load(what: str, key: str, path: Any, error: Exception) -> str:
     if isinstance(path, str) and (missing := absent(path)):
         return f"{key} is {path!r}, and {missing} Give a hub id, or a local directory with a {what}"
-    advice = _code_advice(error) or _import_advice(error) or f"Give a hub id, or a local directory with a {what}"
+    advice = code_advice(error) or _import_advice(error) or f"Give a hub id, or a local directory with a {what}"
     near = "" if not isinstance(path, str) or Path(path).exists() else suggest(path, _directories_like(path))
     missing = f"There is no such directory{near} " if near else ""
     reason = " ".join(str(error).split()).rstrip(".")
@@ -643,7 +589,7 @@ def _directories_like(path: str) -> list[str]:
     return [str(path) for path in islice(Path().glob(pattern), MOST_NEAR) if path.is_dir()]
 
 
-def _code_advice(error: Exception) -> str:
+def code_advice(error: Exception) -> str:
     """Return what to do if a model was not loaded because it needs code of its repository; else an empty string."""
     if TRUST not in str(error):
         return ""

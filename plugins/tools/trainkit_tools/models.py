@@ -21,8 +21,8 @@ def merge(
     trust_remote_code: RemoteCode = False,
 ) -> None:
     """Merge an adapter into its base model. The whole model is saved with its tokenizer and heads."""
-    from trainkit.models.loading import merge_export
     from trainkit.runs.exports import find_model
+    from trainkit_tools.merging import merge_export
 
     merge_export(find_model(str(adapter)).directory, out, base, trust_remote_code=trust_remote_code)
     typer.echo(f"{out}: load it with transformers, or give it as model.model_path")
