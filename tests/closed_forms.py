@@ -24,7 +24,7 @@ from trainkit.data import Preferences, Sequences
 from trainkit.metrics import RunningMoments
 from trainkit_ddpo.advantages import PerPromptStatTracker, standardise
 from trainkit_ddpo.ddim import ddim_mean, ddim_sigma, gaussian_logprob
-from trainkit_grpo import GRPOBatch
+from trainkit_grpo import GRPOBatch, GRPORollouts
 from trainkit_kto import KTOBatch, kto_loss
 from trainkit_orpo import log_odds, simpo_loss
 from trainkit_ppo import PPOBatch, PPORollouts
@@ -488,7 +488,7 @@ def _grpo_advantages(scale: str) -> Callable[..., Tensor]:
     def advantages(m: Tensor, a: float, b: float, x: Tensor) -> Tensor:
         trainer = trainer_of("grpo", method={"group_size": x.size(1), "scale": scale})
         flat = x.flatten()
-        batch = GRPOBatch(sequences(torch.ones(len(flat), 1, dtype=torch.bool)), flat, flat, flat, flat)
+        batch = GRPORollouts(sequences(torch.ones(len(flat), 1, dtype=torch.bool)), flat, flat, flat, flat)
         return trainer.prepare_experience(batch).advantages
 
     return advantages

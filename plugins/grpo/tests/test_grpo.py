@@ -20,7 +20,7 @@ from trainkit.models import TokenOutputs
 from trainkit.plugins import registry
 from trainkit.rollouts import Turn
 from trainkit.testing.trainers import tiny_trainer
-from trainkit_grpo import GRPOBatch, GRPORows, GRPOTrainer
+from trainkit_grpo import GRPOBatch, GRPORollouts, GRPORows, GRPOTrainer
 from trainkit_kit import Bandit, check_trainer
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -50,7 +50,7 @@ def advantages_of(tmp_path: Path, scores: list[float], **changes: Any) -> Tensor
     sequences = Sequences.from_lists([[1]] * len(scores), [[2]] * len(scores))
     zeros = torch.zeros(len(scores), 2)
     found: Tensor = trainer.prepare_experience(
-        GRPOBatch(sequences, zeros, zeros, torch.tensor(scores), zeros + 1)
+        GRPORollouts(sequences, zeros, zeros, torch.tensor(scores), zeros + 1)
     ).advantages
     return found
 

@@ -8,7 +8,7 @@ from trainkit.plugins import lazy_names
 
 if TYPE_CHECKING:
     from trainkit_grpo.config import GRPOConfig
-    from trainkit_grpo.trainer import GRPOBatch, GRPORows, GRPOTrainer
+    from trainkit_grpo.trainer import GRPOBatch, GRPORollouts, GRPORows, GRPOTrainer
 
-__all__ = ["GRPOBatch", "GRPOConfig", "GRPORows", "GRPOTrainer"]
+__all__ = ["GRPOBatch", "GRPOConfig", "GRPORollouts", "GRPORows", "GRPOTrainer"]
 __getattr__, __dir__ = lazy_names(__name__, __all__, "config", "trainer")

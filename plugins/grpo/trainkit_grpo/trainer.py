@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
@@ -14,13 +14,23 @@ from trainkit_grpo.config import GRPOConfig
 
 
 @dataclass(frozen=True)
-class GRPOBatch(TokenBatch):
-    """Experience for a mean over tokens: log-probabilities [B, T], and advantages [B], which at first are scores."""
+class GRPORollouts(TokenBatch):
+    """Scored responses: log-probabilities [B, T] and scores [B]."""
 
     old_logprobs: Tensor
     ref_logprobs: Tensor  # without a reference, the old ones
-    advantages: Tensor
+    scores: Tensor
     weights: Tensor  # of the correction for older weights of the sampler, [B, T]
+
+
+@dataclass(frozen=True)
+class GRPOBatch(TokenBatch):
+    """Experience for a mean over tokens: log-probabilities [B, T] and advantages [B]."""
+
+    old_logprobs: Tensor
+    ref_logprobs: Tensor
+    advantages: Tensor
+    weights: Tensor
 
 
 class GRPORows(GRPOBatch):
@@ -62,7 +72,7 @@ class GRPOTrainer(AccelerateRLTrainer[GRPOConfig]):
         groups = per_response(scores).view(-1, self.method.group_size)
         return (groups != groups[:, :1]).any(1).repeat_interleave(self.method.group_size)
 
-    def experience(self, rollouts: Rollouts, scores: Tensor) -> GRPOBatch:
+    def experience(self, rollouts: Rollouts, scores: Tensor) -> GRPORollouts:
         """Return scored rollouts with log-probabilities of policy and reference [B, T], before any update."""
         sequences, policy = rollouts.sequences, self.behaviour(rollouts)
         reference, mask = policy.logprobs, sequences.response_mask
@@ -70,13 +80,12 @@ class GRPOTrainer(AccelerateRLTrainer[GRPOConfig]):
         if self.needs_reference:
             reference = self.reference(sequences).logprobs
             self.record({"policy/kl": Mean.of(masked_sum(policy.logprobs - reference, mask, dim=1))})
-        batch = GRPOBatch if self.method.average == "tokens" else GRPORows
         weights = self.importance_weights(rollouts, policy)
-        return batch(sequences, policy.logprobs, reference, per_response(scores), weights)
+        return GRPORollouts(sequences, policy.logprobs, reference, per_response(scores), weights)
 
-    def prepare_experience(self, experience: GRPOBatch) -> GRPOBatch:
+    def prepare_experience(self, experience: GRPORollouts) -> GRPOBatch:
         """Return advantages, (r − mean of the group) / (std + 1e-6) [B]; exactly 0 if a group's rewards are equal."""
-        rewards, moments = to_float64(experience.advantages), RunningMoments()
+        x, rewards, moments = experience, to_float64(experience.scores), RunningMoments()
         groups = rewards.view(-1, self.method.group_size)
         advantages = groups - groups.mean(1, keepdim=True)
         if self.method.scale == "group":
@@ -84,7 +93,8 @@ class GRPOTrainer(AccelerateRLTrainer[GRPOConfig]):
         elif self.method.scale == "batch":
             moments.update(rewards, self.reduce)
             advantages = advantages / (moments.std + 1e-6)
-        return replace(experience, advantages=advantages.flatten().to(experience.advantages.dtype))
+        batch = GRPOBatch if self.method.average == "tokens" else GRPORows
+        return batch(x.sequences, x.old_logprobs, x.ref_logprobs, advantages.flatten().to(x.scores.dtype), x.weights)
 
     def loss(self, batch: GRPOBatch) -> tuple[Tensor, Metrics]:
         """Return surrogate + β·k3, averaged over tokens or responses. -> []."""
@@ -101,12 +111,12 @@ class GRPOTrainer(AccelerateRLTrainer[GRPOConfig]):
         else:
             losses = clipped_surrogate(ratio, advantages, cliprange=low, cliprange_high=high)
             clipped = losses > -advantages * ratio
-        found: Metrics = {"policy/ratio": Mean.of(ratio, mask), "policy/clipfrac": Mean.of(clipped, mask)}
-        found["policy/approx_kl"] = Mean.of(ratio - 1 - log_ratio, mask)
+        metrics: Metrics = {"policy/ratio": Mean.of(ratio, mask), "policy/clipfrac": Mean.of(clipped, mask)}
+        metrics["policy/approx_kl"] = Mean.of(ratio - 1 - log_ratio, mask)
         if self.needs_reference:
             k3 = kl_k3(logprobs, zero_masked(batch.ref_logprobs, mask))  # of the current policy: it has a gradient
-            losses, found["policy/kl_per_token"] = losses + method.kl_coef * k3, Mean.of(k3, mask)
+            losses, metrics["policy/kl_per_token"] = losses + method.kl_coef * k3, Mean.of(k3, mask)
         if method.average == "tokens":
-            return masked_mean(losses, mask), found
+            return masked_mean(losses, mask), metrics
         length = lengths if method.average == "responses" else self.config.rollout.max_new_tokens
-        return (masked_sum(losses, mask, dim=1) / length).mean(), found
+        return (masked_sum(losses, mask, dim=1) / length).mean(), metrics
