@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 
-from trainkit.config.names import known_names, settings
+from trainkit.config.names import known_names, setting_paths
 from trainkit_migrate import FRAMEWORKS, Framework, Setting, framework
 
 PAGES = sorted(Path(__file__).parent.glob("coming-from-*.md"))
@@ -96,7 +96,7 @@ def target(path: str) -> str:
     """Return a setting as documents name it."""
     section, _, field = path.removesuffix(".*").partition(".")
     inside = {"method": "`{}` in `method`", "eval": "`{}` in `rollout.eval_kwargs`"}
-    if section == "rollout" and field not in settings():  # a sampling setting of one method
+    if section == "rollout" and field not in setting_paths():  # a sampling setting of one method
         return f"`{field}` in `rollout`"
     return inside.get(section, f"`{section}.{{}}`").format(field)
 
@@ -108,7 +108,7 @@ def value_text(value: object) -> str:
 
 def cell(text: str) -> str:
     """Return a text for a cell of a table, with settings in backquotes and links to pages."""
-    known = "|".join(re.escape(path) for paths in settings().values() for path in paths if "." in path)
+    known = "|".join(re.escape(path) for paths in setting_paths().values() for path in paths if "." in path)
     text = re.sub(rf"(?<![`\w.])((?:{known})(?:\.\w+)*)\b(?![`\w])", r"`\1`", text)
     text = re.sub(r"(?<!\[)docs/([\w/-]*?)([\w-]+)\.md", r"[\2](\1\2.md)", text)
     return text.replace("|", "\\|")

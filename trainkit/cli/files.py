@@ -102,14 +102,14 @@ def _unread(path: Path, error: Exception) -> DataError:
     return DataError(f"cannot read {path}: {reason}{suggest(str(path), around)}")
 
 
-def lines_of(path: Path) -> list[str]:
+def text_lines(path: Path) -> list[str]:
     """Return the lines of a text file, which may be compressed."""
     text = _text(path)
     return text.removesuffix("\n").split("\n") if text else []
 
 
 def _json_lines(path: Path) -> list[Any]:
-    return [_json(line, path, at) for at, line in enumerate(lines_of(path), start=1) if line.strip()]
+    return [_json(line, path, at) for at, line in enumerate(text_lines(path), start=1) if line.strip()]
 
 
 def _json_list(path: Path) -> list[Any]:
@@ -220,6 +220,6 @@ READERS: dict[str, Callable[[Path], Sequence[Any]]] = {
     ".json": _json_list,
     ".csv": _csv,
     ".parquet": _parquet,
-    ".txt": lines_of,
+    ".txt": text_lines,
 }
 """The functions that read files, by suffix."""

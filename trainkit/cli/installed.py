@@ -14,7 +14,7 @@ from trainkit.cli.console import ExplainedErrors
 from trainkit.errors import PluginError, RegistryError, TrainkitError, describe
 from trainkit.plugins.commands import OWN, Command, installed_commands
 from trainkit.plugins.discovery import how_to_install
-from trainkit.plugins.guard import said
+from trainkit.plugins.guard import error_text
 
 COMPLETION = ("install_completion", "show_completion")
 """Options that every app of typer has, and that are those of the whole command line here."""
@@ -124,7 +124,7 @@ def _made(command: Command) -> Any:
         raise
     except BaseException as error:  # a module may even call sys.exit()
         raise PluginError(
-            f"the command {command.name!r} of {command} cannot be used: {said(error)}. Repair or uninstall the "
+            f"the command {command.name!r} of {command} cannot be used: {error_text(error)}. Repair or uninstall the "
             f"distribution {command.distribution!r}; other commands are not affected"
         ) from error
     command_of_app.params = [each for each in command_of_app.params if each.name not in COMPLETION]

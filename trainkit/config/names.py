@@ -19,13 +19,13 @@ def dotted(name: str, section: Key = ()) -> list[str]:
         section: the section that it was given in, which does not have it.
     """
     plain = name.lstrip("-").replace("-", "_")
-    if plain in {path for paths in settings().values() for path in paths}:
+    if plain in {path for paths in setting_paths().values() for path in paths}:
         return [plain]
     if plain in _table()["methods"]:
         return [f"method.{plain}"]
     if peer := known_names().get(plain):
         return [peer]
-    return [path for path in settings().get(plain, []) if path != ".".join((*section, plain))]
+    return [path for path in setting_paths().get(plain, []) if path != ".".join((*section, plain))]
 
 
 def note(name: str) -> str:
@@ -40,7 +40,7 @@ def near_value(given: object, choices: list[str]) -> str:
 
 
 @cache
-def settings() -> dict[str, list[str]]:
+def setting_paths() -> dict[str, list[str]]:
     """Return the dotted paths of trainkit's own settings, by their last names."""
     from trainkit.config.tree import TRLConfig
 

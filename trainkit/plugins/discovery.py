@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from trainkit.errors import PluginError, RegistryError, suggest
-from trainkit.plugins.guard import one_line, said
+from trainkit.plugins.guard import error_text, one_line
 from trainkit.version import __version__
 
 if TYPE_CHECKING:
@@ -258,7 +258,7 @@ def _imported(plugin: PluginInfo, module: str, name: str = "") -> ModuleType:
         raise
     except BaseException as error:  # a plugin may even call sys.exit() at import; that must not affect other plugins
         raise PluginError(
-            f"plugin {plugin} failed to import: {said(error)}. "
+            f"plugin {plugin} failed to import: {error_text(error)}. "
             f"Repair or uninstall the distribution {plugin.distribution!r}, or disable it; other plugins are not "
             "affected"
         ) from error

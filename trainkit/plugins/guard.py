@@ -70,7 +70,7 @@ class Watched:
         if isinstance(error, HookError) and error in _FAILURES:
             failure = error
         else:
-            what = f"the hook {hook} of {self.owner} failed at step {trainer.progress.step}: {said(error)}"
+            what = f"the hook {hook} of {self.owner} failed at step {trainer.progress.step}: {error_text(error)}"
             if self.optional and hook not in PROVIDERS:
                 self.dismissed = True
                 log.warning("%s. It is optional: the run goes on and does not call it again", what, exc_info=error)
@@ -93,7 +93,7 @@ def one_line(text: object) -> str:
     return " ".join(str(text).split())
 
 
-def said(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return the error in one line: its type, and its message if it has one."""
     return f"{type(error).__name__}: {one_line(error)}" if str(error) else type(error).__name__
 

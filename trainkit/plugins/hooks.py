@@ -11,7 +11,7 @@ import pluggy
 from trainkit.errors import PluginError, TrainkitError, suggest
 from trainkit.plugins import hookspecs
 from trainkit.plugins.discovery import TRAINER, PluginInfo, find_installed, find_plugin, import_plugin
-from trainkit.plugins.guard import one_line, said, watch
+from trainkit.plugins.guard import error_text, one_line, watch
 from trainkit.plugins.hookspecs import PROJECT
 from trainkit.plugins.registry import PARTS, Registered, Settings, get_hooks, get_part, get_trainer
 
@@ -56,7 +56,7 @@ def _call(name: str, plugin: Any, method: str, *arguments: Any) -> Any:
     try:
         return getattr(plugin, method)(*arguments)
     except Exception as error:
-        raise PluginError(f"{method} of the plugin {name!r} failed: {said(error)}") from error
+        raise PluginError(f"{method} of the plugin {name!r} failed: {error_text(error)}") from error
 
 
 def hook_manager(plugins: Iterable[str | Settings], objects: Iterable[object]) -> HookManager:
@@ -126,7 +126,7 @@ def _make(hooks: Registered, entry: str | Settings, label: str) -> Any:
     except TrainkitError:
         raise
     except Exception as error:
-        raise PluginError(f"the hooks of {label} cannot be made: {said(error)}") from error
+        raise PluginError(f"the hooks of {label} cannot be made: {error_text(error)}") from error
 
 
 def _add_module(manager: HookManager, plugin: PluginInfo, label: str) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from trainkit.errors import PluginError, TrainkitError
 from trainkit.plugins.discovery import PluginInfo
-from trainkit.plugins.guard import one_line, said
+from trainkit.plugins.guard import error_text, one_line
 from trainkit.plugins.hooks import check_plugin
 
 TIMEOUT = 120.0
@@ -69,7 +69,7 @@ def _main(name: str, kind: str, result: str) -> None:
         fault = ""
     except TrainkitError as error:
         cause = error.__cause__
-        fault = said(cause) if isinstance(error, PluginError) and cause else one_line(error)
+        fault = error_text(cause) if isinstance(error, PluginError) and cause else one_line(error)
     Path(result).write_text(json.dumps(fault), encoding="utf-8")
     os._exit(0)  # without waiting for threads that the plugin has started
 

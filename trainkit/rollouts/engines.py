@@ -17,7 +17,7 @@ from trainkit.config import PluginConfig, SamplingConfig
 from trainkit.data import Rollouts, Row
 from trainkit.errors import EngineError, TrainkitError, describe
 from trainkit.plugins import get_engine
-from trainkit.plugins.guard import said
+from trainkit.plugins.guard import error_text
 from trainkit.plugins.hooks import name_of
 from trainkit.rollouts.sampler import Generated, Purpose, TokenSampler, assemble, decode, make_sampler
 
@@ -182,7 +182,7 @@ def start(entry: str | PluginConfig, served: ServedModel) -> Engine:
     except Exception as error:
         if not cls.own_copy:
             raise
-        raise EngineError(f"the engine {name_of(entry)!r} could not be started: {said(error)}") from error
+        raise EngineError(f"the engine {name_of(entry)!r} could not be started: {error_text(error)}") from error
 
 
 class EngineSampler:
@@ -336,4 +336,4 @@ def _named(engine: Engine, what: str) -> Iterator[None]:
     except Exception as error:
         if not engine.own_copy:
             raise
-        raise EngineError(f"the engine {engine} {what}: {said(error)}") from error
+        raise EngineError(f"the engine {engine} {what}: {error_text(error)}") from error

@@ -19,7 +19,7 @@ from trainkit.config import PluginConfig
 from trainkit.config.trackers import TRACKERS
 from trainkit.errors import ConfigError, printable, suggest
 from trainkit.plugins import hookimpl
-from trainkit.plugins.guard import said
+from trainkit.plugins.guard import error_text
 from trainkit.plugins.hooks import name_of
 from trainkit.runs.console import Console
 from trainkit.runs.journal import JsonLines, Sample
@@ -114,7 +114,7 @@ class AccelerateTracker:
             tracker.start()
         except Exception as error:
             raise ConfigError(
-                f"the tracker {self.name!r} cannot open a run: {said(error)}. Log in, change its settings in "
+                f"the tracker {self.name!r} cannot open a run: {error_text(error)}. Log in, change its settings in "
                 "train.trackers, or remove it from there"
             ) from error
         self._tracker = tracker

@@ -15,7 +15,7 @@ import trainkit
 from tables import table
 from trainkit import TRLConfig
 from trainkit.cli import app
-from trainkit.config.names import settings
+from trainkit.config.names import setting_paths
 from trainkit.config.tree import merged, nest
 from trainkit.errors import ConfigError
 from trainkit.plugins import get_method_class
@@ -58,7 +58,7 @@ def test_every_field_of_trlx_has_a_place() -> None:
 def test_every_setting_that_a_table_names_exists() -> None:
     methods = {name for method in ("ppo", "ilql", "sft", "rft") for name in get_method_class(method).model_fields}
     sampling = {*TRLConfig(method="ilql").method.sampling.model_fields}
-    known = {path for paths in settings().values() for path in paths} | {f"method.{name}" for name in methods}
+    known = {path for paths in setting_paths().values() for path in paths} | {f"method.{name}" for name in methods}
     for path, setting in framework("trlx").settings.items():
         if setting.to and setting.to.split(".")[0] == "eval":
             assert setting.to.split(".")[1] in sampling, path
@@ -313,7 +313,7 @@ def test_every_field_of_training_arguments_has_a_place(cls: str) -> None:
 
 @table("name", FRAMEWORKS)
 def test_settings_and_functions_that_a_table_names_exist(name: str) -> None:
-    known = {path for paths in settings().values() for path in paths}
+    known = {path for paths in setting_paths().values() for path in paths}
     sampling = {f"rollout.{field}" for field in TRLConfig(method="ilql").method.sampling.model_fields}
     methods = {
         f"method.{field}" for method in trainkit.available_trainers() for field in get_method_class(method).model_fields

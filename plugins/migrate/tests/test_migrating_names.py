@@ -17,7 +17,7 @@ import typer.main
 
 from tables import table
 from trainkit.cli import app
-from trainkit.config.names import settings
+from trainkit.config.names import setting_paths
 from trainkit_migrate import FRAMEWORKS, framework
 from trainkit_migrate.tables import Name
 
@@ -69,7 +69,7 @@ def test_equivalents_exist(path: str, name: Name) -> None:
     elif name.text.startswith("trainkit"):
         assert resolve(name.text) is not None
     else:
-        assert name.text in {path for paths in settings().values() for path in paths}
+        assert name.text in {path for paths in setting_paths().values() for path in paths}
 
 
 def test_what_is_refused_says_what_to_do() -> None:

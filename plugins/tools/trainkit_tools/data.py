@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainkit.cli.console import RemoteCode, WithOverrides, complete_method, lines, mark
-from trainkit.cli.files import kind_of, lines_of, read_data
+from trainkit.cli.files import kind_of, read_data, text_lines
 from trainkit.cli.training import parse_overrides
 from trainkit.errors import ConfigError, DataError, PluginError, RegistryError, printable
 from trainkit.plugins import load_function
@@ -135,13 +135,13 @@ def row_lines(path: Path) -> list[int]:
     by_line = kind_of(path) if path.is_file() else ""
     if by_line not in (".jsonl", ".txt"):
         return []
-    return [at for at, line in enumerate(lines_of(path), start=1) if by_line == ".txt" or line.strip()]
+    return [at for at, line in enumerate(text_lines(path), start=1) if by_line == ".txt" or line.strip()]
 
 
 def wrong_lines(path: Path) -> list[int]:
     """Return the numbers of the lines of a ``.jsonl`` file that are not JSON; none of another file."""
     wrong = []
-    for at, line in enumerate(lines_of(path) if kind_of(path) == ".jsonl" and path.is_file() else [], start=1):
+    for at, line in enumerate(text_lines(path) if kind_of(path) == ".jsonl" and path.is_file() else [], start=1):
         try:
             json.loads(line.strip() or "null")
         except (ValueError, RecursionError):
