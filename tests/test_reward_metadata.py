@@ -100,4 +100,4 @@ def test_a_metric_may_not_take_the_name_of_what_the_reward_function_returned(tmp
 )
 def test_what_is_not_one_value_per_sample_is_refused(found: Any, said: str) -> None:
     with pytest.raises(RewardError, match=said):
-        score(lambda outputs, **_: found(outputs), rollouts(), None, told={})
+        score(lambda outputs, **_: found(outputs), rollouts(), None, extras={})

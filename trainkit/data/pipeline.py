@@ -585,14 +585,14 @@ def encode_within(
     limit: int | None,
     what: str = "the sample",
     *,
-    apart: bool = False,
+    is_encoder_decoder: bool = False,
     ends: Collection[int] = (),
 ) -> tuple[list[int], list[bool], bool]:
     """Encode a sample row within ``limit`` tokens, as `encode_apart` does if the model reads prompt and output apart.
 
     Return the token ids, a mask of the response tokens, and whether the sample was truncated.
     """
-    if apart:
+    if is_encoder_decoder:
         return encode_apart(tokenizer, *one_output(row, what), limit, what, ends=ends)
     whole, mask = encode_sample(tokenizer, row, None, what, ends=ends)
     ids, chosen = cut_sample(tokenizer, whole, mask, limit, what)
@@ -605,19 +605,19 @@ def encode_pair_within(
     limit: int | None,
     what: str = "the sample",
     *,
-    apart: bool = False,
+    is_encoder_decoder: bool = False,
     ends: Collection[int] = (),
 ) -> tuple[EncodedSide, EncodedSide, bool]:
     """Encode a pair row by `encode_pair`, or `encode_pair_apart` if the model reads prompt and output apart."""
-    return (encode_pair_apart if apart else encode_pair)(tokenizer, row, limit, what, ends=ends)
+    return (encode_pair_apart if is_encoder_decoder else encode_pair)(tokenizer, row, limit, what, ends=ends)
 
 
-def lost_by_truncation(tokenizer: PreTrainedTokenizerBase, *, pairs: bool, apart: bool) -> str:
+def lost_by_truncation(tokenizer: PreTrainedTokenizerBase, *, pairs: bool, is_encoder_decoder: bool) -> str:
     """Return what truncated samples lose, in words."""
     side = tokenizer.truncation_side
     end = "end" if side == "right" else "beginning"
-    if pairs or apart:
-        which = "outputs" if apart else "outputs that are still too long"
+    if pairs or is_encoder_decoder:
+        which = "outputs" if is_encoder_decoder else "outputs that are still too long"
         what = f"prompts lose their beginning, and {which} their {end}"
     else:
         what = f"they lose their {end}"

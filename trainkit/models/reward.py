@@ -247,7 +247,7 @@ class RewardModel:
         """
         if isinstance(model, str | Path):
             code = {TRUST: trust_remote_code}
-            tokenizer = _at_the_door(str(model), tokenizer, code)
+            tokenizer = _checked_tokenizer(str(model), tokenizer, code)
             scorer = load_scorer(ModelConfig(model_path=str(model), dtype=dtype, kwargs=code))
             if scorer.head is not None and "head.weight" not in saved_heads(str(model), {}):
                 raise ConfigError(
@@ -364,7 +364,7 @@ class RewardModel:
         return scores
 
 
-def _at_the_door(
+def _checked_tokenizer(
     path: str, tokenizer: PreTrainedTokenizerBase | None, code: Mapping[str, bool]
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer, or load the one at ``path``; raise a ConfigError if a model or tokenizer is missing."""

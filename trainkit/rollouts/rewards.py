@@ -72,7 +72,7 @@ def score(
     *,
     step: int | None = None,
     alone: bool = True,
-    told: dict[str, list[Any]] | None = None,
+    extras: dict[str, list[Any]] | None = None,
 ) -> Tensor:
     """Call ``reward_fn(samples=, prompts=, outputs=, tokenizer=, **columns)`` and check what it returns.
 
@@ -83,7 +83,7 @@ def score(
         config: its time limit and repetitions, and whether scores may be infinite or NaN; by default none of them.
         step: the step to name in errors.
         alone: as in `answer`.
-        told: gets what the function returns besides scores, by name, a value for each sample.
+        extras: gets what the function returns besides scores, by name, a value for each sample.
 
     Returns:
         Scores [B] in float32, or dense rewards [B, T] at the positions of their response tokens.
@@ -95,7 +95,7 @@ def score(
         scores, further = _parted(
             answer(reward_fn, rollouts, config, alone=alone, tokenizer=tokenizer), len(rollouts), name_of(reward_fn)
         )
-        (told if told is not None else {}).update(further)
+        (extras if extras is not None else {}).update(further)
         return check_scores(scores, rollouts, name_of(reward_fn), on_nonfinite=config.on_nonfinite)
 
 

@@ -111,7 +111,7 @@ class Scoring:
             self.config.reward,
             step=self.progress.step if weights is None else weights.version,
             alone=weights is None,
-            told=extras,
+            extras=extras,
         ).to(device)
         collection.extras = extras
         numbers = {name: torch.tensor(numbers_of(values), dtype=torch.float64) for name, values in extras.items()}

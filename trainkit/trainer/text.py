@@ -257,7 +257,9 @@ class Text:
     @property
     def _lost(self) -> str:
         """What truncated samples lose, in words."""
-        return lost_by_truncation(self.tokenizer, pairs="pairs" in self.inputs, apart=self.is_encoder_decoder)
+        return lost_by_truncation(
+            self.tokenizer, pairs="pairs" in self.inputs, is_encoder_decoder=self.is_encoder_decoder
+        )
 
     def _read_pairs(self, samples: Iterable[Any], first: int, check: Callable[..., None]) -> tuple[list[Row], int]:
         """Return pairs as rows, and how many are truncated; skip those whose sides are equal, and log which.
@@ -308,7 +310,9 @@ class Text:
             )
 
     def _encode_pair(self, row: Row, what: str = "the sample") -> tuple[EncodedSide, EncodedSide, bool]:
-        return encode_pair_within(self.tokenizer, row, self.limit, what, apart=self.is_encoder_decoder, ends=self.ends)
+        return encode_pair_within(
+            self.tokenizer, row, self.limit, what, is_encoder_decoder=self.is_encoder_decoder, ends=self.ends
+        )
 
     def encode_samples(self, rows: list[Row]) -> Sequences:
         """Encode sample rows as sequences on the device; outputs and their EOS are marked as responses."""
@@ -320,7 +324,9 @@ class Text:
 
     def _encode_sample(self, row: Row, what: str = "the sample") -> tuple[list[int], list[bool], bool]:
         """Return the ids, which of them are outputs, and whether the sample was truncated."""
-        return encode_within(self.tokenizer, row, self.limit, what, apart=self.is_encoder_decoder, ends=self.ends)
+        return encode_within(
+            self.tokenizer, row, self.limit, what, is_encoder_decoder=self.is_encoder_decoder, ends=self.ends
+        )
 
     def encode_preferences(self, rows: list[Row]) -> Preferences:
         """Encode rows of pairs as sequences on the device; prompt and output are tokenised as one text."""

@@ -472,7 +472,7 @@ def test_encoding_ahead_changes_no_token(begins: bool, offsets: bool) -> None:
 def test_encoder_decoders_have_a_limit_for_each_side(tmp_path: Path) -> None:
     rows = [ANSWER, {"prompt": "a" * 20, "completion": "b" * 20}, {"text": "no prompt"}]
     tokenizer = talking_tokenizer()
-    found = inspect(rows, Reading("samples", tokenizer=tokenizer, limit=12, apart=True), shown=1)
+    found = inspect(rows, Reading("samples", tokenizer=tokenizer, limit=12, is_encoder_decoder=True), shown=1)
     assert found.example == {"sample": [("a" * 12, False), ("b" * 11, True)]}
     assert [fault.rows for fault in found.faults] == [[2]]
     assert "prompts lose their beginning, and outputs their end" in found.lost
@@ -480,7 +480,7 @@ def test_encoder_decoders_have_a_limit_for_each_side(tmp_path: Path) -> None:
         {"prompt": "a" * 20, "chosen": "b", "rejected": "c"},
         {"prompt": "a", "chosen": "b" * 12, "rejected": "b" * 13},
     ]
-    found = inspect(pairs, Reading("pairs", tokenizer=tokenizer, limit=12, apart=True))
+    found = inspect(pairs, Reading("pairs", tokenizer=tokenizer, limit=12, is_encoder_decoder=True))
     assert (found.findings["equal"].rows, found.refused, found.tokens_lost) == ([1], 0, 16)
 
 

@@ -260,12 +260,15 @@ def _limits(config: TRLConfig[Any], kind: str, generates: bool) -> dict[str, Any
 
     if not isinstance(config.tokenizer.tokenizer_path or config.model.model_path, str):
         return {}
-    tokenizer, apart, limit, ends = load_tokenizer(config), False, config.train.seq_length, list[int]()
+    tokenizer, is_encoder_decoder, limit, ends = load_tokenizer(config), False, config.train.seq_length, list[int]()
     if config.model.model_path is not None:
         model = load_model_config(config.model)
-        apart, limit = bool(model.is_encoder_decoder), length_limit(model, limit, count_virtual(config.model))
+        is_encoder_decoder, limit = (
+            bool(model.is_encoder_decoder),
+            length_limit(model, limit, count_virtual(config.model)),
+        )
         ends = coming_eos(config.model, None, model) if generates else ends
-    if kind == "prompts" and limit is not None and not apart:
+    if kind == "prompts" and limit is not None and not is_encoder_decoder:
         limit -= config.rollout.max_new_tokens
         if limit < 1:
             raise ConfigError(
@@ -273,7 +276,13 @@ def _limits(config: TRLConfig[Any], kind: str, generates: bool) -> dict[str, Any
                 f"{limit + config.rollout.max_new_tokens} tokens; lower it"
             )
     overlong = config.rollout.overlong_prompts
-    return {"tokenizer": tokenizer, "limit": limit, "apart": apart, "ends": tuple(ends), "overlong": overlong}
+    return {
+        "tokenizer": tokenizer,
+        "limit": limit,
+        "is_encoder_decoder": is_encoder_decoder,
+        "ends": tuple(ends),
+        "overlong": overlong,
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------- the report

@@ -107,7 +107,7 @@ class Reading:
     """Without it, lengths are characters, and nothing is truncated."""
     limit: int | None = None
     """The largest number of tokens of a sample, or of a prompt that leaves room for the response."""
-    apart: bool = False
+    is_encoder_decoder: bool = False
     """Whether the model reads prompt and output separately."""
     ends: tuple[int, ...] = ()
     """Token ids at which responses end, besides the tokenizer's EOS."""
@@ -232,18 +232,22 @@ class _Inspector:
         self.asked: set[Any] = set()
         self._uses: dict[Any, tuple[str, dict[Any, str]]] = {}
         self._plain: PreTrainedTokenizerBase | None = None
-        self.sides: dict[str, Any] = {"apart": reading.apart, "ends": reading.ends}
+        self.sides: dict[str, Any] = {"is_encoder_decoder": reading.is_encoder_decoder, "ends": reading.ends}
         self.eos = "" if reading.tokenizer is None else str(reading.tokenizer.eos_token)
         self.ahead: Any = None
         if reading.tokenizer is None:
             self.found.unit = "characters"
             self.found.omitted.append("tokens, truncation and the chat template, which need the tokenizer of a model")
         else:
-            self.ahead = TokenizerAhead(reading.tokenizer, offsets=reading.kind == "pairs" and not reading.apart)
-            lost = lost_by_truncation(reading.tokenizer, pairs=reading.kind == "pairs", apart=reading.apart)
+            self.ahead = TokenizerAhead(
+                reading.tokenizer, offsets=reading.kind == "pairs" and not reading.is_encoder_decoder
+            )
+            lost = lost_by_truncation(
+                reading.tokenizer, pairs=reading.kind == "pairs", is_encoder_decoder=reading.is_encoder_decoder
+            )
             self.found.lost = "prompts lose their beginning" if reading.kind == "prompts" else lost
             self.prompts = [
-                PromptEncoder(self.ahead, limit, reading.overlong, ends=reading.apart)
+                PromptEncoder(self.ahead, limit, reading.overlong, ends=reading.is_encoder_decoder)
                 for limit in (None, reading.limit)
             ]
 
@@ -383,7 +387,7 @@ class _Inspector:
         if self.reading.kind != "pairs":
             return list(row["turns"])
         sides = [row["chosen"], row["rejected"]]
-        return [row["prompt"], *sides] if self.reading.apart else [row["prompt"] + side for side in sides]
+        return [row["prompt"], *sides] if self.reading.is_encoder_decoder else [row["prompt"] + side for side in sides]
 
     def _measure(self, index: int, row: Row) -> None:
         """Encode the row, and count what is found in it."""
