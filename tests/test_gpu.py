@@ -179,7 +179,7 @@ def test_autocast_keeps_the_weights_at_float32(name: str, tmp_path: Path) -> Non
 def test_passes_are_in_bf16_and_as_large_as_fits_by_default(tmp_path: Path) -> None:
     trainer = tiny_trainer("sft", tmp_path, train__mixed_precision=None)
     assert trainer.accelerator.mixed_precision == trainer.config.train.mixed_precision == "bf16"
-    assert trainer.row_limit is not None
+    assert trainer.models.row_limit is not None
 
 
 @pytest.mark.gpu
