@@ -35,7 +35,7 @@ from trainkit.errors import ConfigError
 from trainkit.runs.exports import find_model
 from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_t5
 from trainkit.testing.trainers import LETTERS, PROMPTS, Letters, tiny_trainer
-from trainkit.trainer.inference import Estimate, load, respond
+from trainkit.trainer.inference import Estimate, load_tried, respond
 from trainkit_tools.conversation import Conversation
 
 REWARD = "from trainkit.testing.trainers import Letters, count_first_letters\n"
@@ -180,7 +180,7 @@ def test_tasks_are_passed_to_lm_eval_with_the_model(
     assert calls[0]["tasks"] == ["arc_easy", "letters"]
     assert calls[0]["task_manager"].path == [str(tmp_path)]
     assert calls[0]["model"].batch_size == 3
-    assert calls[0]["random_seed"] == load(str(runs / "lora")).trainer.config.train.seed
+    assert calls[0]["random_seed"] == load_tried(str(runs / "lora")).trainer.config.train.seed
     assert "no task 'arc_esy'; did you mean 'arc_easy'?" in told(*tasks, "arc_esy", code=2).stderr
 
 
@@ -188,7 +188,7 @@ def test_tasks_are_passed_to_lm_eval_with_the_model(
 @pytest.mark.needs("lm_eval")
 def test_lm_eval_evaluates_a_task_of_ones_own(runs: Path, tmp_path: Path) -> None:
     """With the harness itself, which `make extras` installs: documents whose right choice is the likelier one."""
-    tried = load(str(runs / "lora"))
+    tried = load_tried(str(runs / "lora"))
     rows = [{"text": text, "choices": ["a", "b"], "answer": 0} for text in ("ab", "ba", "aab", "bb")]
     (tmp_path / "rows.json").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "letters.yaml").write_text(
@@ -292,7 +292,7 @@ def test_an_encoder_decoder_of_no_run_generates(tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     fields = {**tiny_t5(len(tokenizer)), "eos_token_id": tokenizer.eos_token_id}
     T5ForConditionalGeneration(T5Config(**fields)).save_pretrained(tmp_path)
-    found = list(respond(load(str(tmp_path), settings={"max_new_tokens": 4}), ["ab", "c"]))
+    found = list(respond(load_tried(str(tmp_path), settings={"max_new_tokens": 4}), ["ab", "c"]))
     assert [each.row["prompt"] for each in found] == ["ab", "c"]
 
 
@@ -300,7 +300,7 @@ def test_an_encoder_decoder_of_no_run_generates(tmp_path: Path) -> None:
 
 
 def test_answers_come_piece_by_piece_and_are_those_of_generate(runs: Path) -> None:
-    tried, pieces = load(str(runs / "ppo"), settings={"temperature": 0}), list[str]()
+    tried, pieces = load_tried(str(runs / "ppo"), settings={"temperature": 0}), list[str]()
     whole = Conversation(tried).answer("ab", pieces.append)
     assert len(pieces) > 1
     assert "".join(pieces) == whole == next(respond(tried, ["ab"])).output
@@ -318,7 +318,7 @@ def test_lines_of_a_pipe_are_answered_and_commands_obeyed(talker: Path) -> None:
 
 
 def test_the_last_message_is_answered_again_and_lines_are_continued(talker: Path) -> None:
-    chat = Conversation(load(str(talker), settings={"max_new_tokens": 8}, seed=1))
+    chat = Conversation(load_tried(str(talker), settings={"max_new_tokens": 8}, seed=1))
     with pytest.raises(ConfigError, match="no message yet"):
         chat.again(lambda _: None)
     answers = {chat.answer("one\ntwo", lambda _: None), *(chat.again(lambda _: None) for _ in range(3))}
@@ -327,14 +327,14 @@ def test_the_last_message_is_answered_again_and_lines_are_continued(talker: Path
     given = ("chat", str(talker), "--seed", "1", "--max-new-tokens", "8")
     result = told(*given, typed="/again\none\\\ntwo\n/again\n")
     assert "there is no message yet" in result.stderr
-    chat.tried.trainer.config, chat.turn = load(str(talker), seed=1).trainer.config, 0
+    chat.tried.trainer.config, chat.turn = load_tried(str(talker), seed=1).trainer.config, 0
     chat.begin(None)
     expected = [chat.answer("one\ntwo", lambda _: None), chat.again(lambda _: None)]
     assert result.stdout.replace("\n", "") == "".join(expected).replace("\n", "")
 
 
 def test_a_conversation_remembers_and_drops_its_oldest_messages_when_the_context_is_full(talker: Path) -> None:
-    chat = Conversation(load(str(talker), settings={"max_new_tokens": 8}, seed=1), "s")
+    chat = Conversation(load_tried(str(talker), settings={"max_new_tokens": 8}, seed=1), "s")
     chat.answer("one", lambda _: None)
     assert [message["role"] for message in chat.messages] == ["user", "assistant"]
     assert not chat.dropped
@@ -348,7 +348,7 @@ def test_a_conversation_remembers_and_drops_its_oldest_messages_when_the_context
 
 
 def test_an_interrupted_answer_is_remembered_as_far_as_it_was_told(talker: Path) -> None:
-    chat, pieces = Conversation(load(str(talker), settings={"max_new_tokens": 20}, seed=1)), list[str]()
+    chat, pieces = Conversation(load_tried(str(talker), settings={"max_new_tokens": 20}, seed=1)), list[str]()
 
     def tell(text: str) -> None:
         pieces.append(text)
@@ -464,4 +464,4 @@ def test_a_run_without_export_and_a_directory_without_model_say_what_to_give(run
 def test_an_export_away_from_its_run_is_a_plain_model_and_says_so(runs: Path, tmp_path: Path) -> None:
     shutil.copytree(runs / "ilql" / "model", tmp_path / "moved")
     assert "is an export of 'ilql' without the configuration" in told("chat", str(tmp_path / "moved"), typed="").stderr
-    assert not load(str(runs / "ilql" / "model")).notes
+    assert not load_tried(str(runs / "ilql" / "model")).notes

@@ -25,7 +25,7 @@ from trainkit import hookimpl
 from trainkit.errors import ConfigError, HookError
 from trainkit.runs import Record, default_trackers
 from trainkit.runs import console as console_module
-from trainkit.runs.console import Console, clock, count, excerpt, number
+from trainkit.runs.console import Console, clock, count, excerpt, short_number
 from trainkit.runs.journal import is_recorded
 from trainkit.runs.trackers import AccelerateTracker, flatten
 from trainkit.testing.trainers import tiny_trainer
@@ -389,7 +389,9 @@ def test_the_evaluations_stay_in_the_scrollback_of_a_terminal(tmp_path: Path) ->
     rows = [line.split() for line in after if line.strip()]
     assert [row[0] for row in rows] == ["step", "0", "2", "4", "step"]
     logged = [m for m in read(tmp_path / "run" / "metrics.jsonl") if "eval/reward" in m]
-    assert [row[1:] for row in rows[1:4]] == [[number(m["eval/reward"]), number(m["eval/length"])] for m in logged]
+    assert [row[1:] for row in rows[1:4]] == [
+        [short_number(m["eval/reward"]), short_number(m["eval/length"])] for m in logged
+    ]
 
 
 def test_many_evaluations_are_thinned_out_evenly_with_the_first_and_the_last() -> None:
@@ -465,7 +467,7 @@ def test_numbers_counts_times_and_excerpts_are_short() -> None:
         0.0: "0.00", 0.834: "0.83", -12.34: "-12.3", 345.6: "346", 4123: "4.1k", 2.5e6: "2.5M", 3e-5: "3e-5",
         -2e-12: "-2e-12", float("nan"): "nan", float("inf"): "inf",
     }  # fmt: skip
-    assert {value: number(value) for value in short} == short
+    assert {value: short_number(value) for value in short} == short
     assert [count(16.0), count(4123)] == ["16", "4.1k"]
     assert [clock(5), clock(83.4), clock(3723)] == ["0:05", "1:23", "1:02:03"]
     assert excerpt("what is\nit?", "a\tb") == "what is it? → a b"

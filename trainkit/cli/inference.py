@@ -102,12 +102,12 @@ def load_model(
     """Load a model with the options that were given; print what is said about it."""
     from transformers.utils import logging
 
-    from trainkit.trainer.inference import load
+    from trainkit.trainer.inference import load_tried
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     options = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens}
-    tried = load(
+    tried = load_tried(
         model,
         best=best,
         settings={name: value for name, value in options.items() if value is not None},

@@ -62,11 +62,11 @@ def train(
     from trainkit.config import read_config
     from trainkit.plugins import disabled, discover
     from trainkit.plugins.discovery import unknown_disabled
-    from trainkit.plugins.hooks import name_of
+    from trainkit.plugins.hooks import entry_name
 
     with disabled(no_plugin or [], NO_PLUGIN):
         settled = read_config(config, parse_overrides(overrides or []))
-        for by, message in unknown_disabled(map(name_of, [*settled.plugins, *settled.train.trackers])):
+        for by, message in unknown_disabled(map(entry_name, [*settled.plugins, *settled.train.trackers])):
             if by == NO_PLUGIN:
                 raise ConfigError(f"{message}; `trainkit plugins` shows what is installed")
         if strict_plugins:

@@ -25,7 +25,7 @@ from trainkit.security import guarded, hidden
 Plain = dict[str, Any]
 
 
-class Frozen(BaseModel):
+class FrozenModel(BaseModel):
     """A part of the configuration, which cannot be changed in place."""
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -43,7 +43,7 @@ class Frozen(BaseModel):
             raise ConfigError(_frozen(self, name, None)) from None
 
 
-class Section(Frozen):
+class Section(FrozenModel):
     """Base class of all sections: frozen, no unknown fields, docstrings as descriptions."""
 
     model_config = ConfigDict(
@@ -178,7 +178,7 @@ SHORT = 80
 """The longest value that the message about an assignment repeats."""
 
 
-def _frozen(part: Frozen, name: str, value: Any) -> str:
+def _frozen(part: FrozenModel, name: str, value: Any) -> str:
     """Return what to write instead of assigning ``value`` to a field."""
     from trainkit.config.tree import TRLConfig
 

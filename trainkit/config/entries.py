@@ -23,7 +23,7 @@ from trainkit.plugins.discovery import (
     of_old_group,
     why_disabled,
 )
-from trainkit.plugins.hooks import name_of
+from trainkit.plugins.hooks import entry_name
 from trainkit.plugins.registry import ENGINES, SHARDINGS, Part, get_part, is_known
 
 MOST = 32
@@ -137,7 +137,7 @@ def named_once(entries: list[str | PluginConfig]) -> list[str | PluginConfig]:
     """
     by_name: dict[str, str | PluginConfig] = {}
     for entry in entries:
-        name = name_of(entry)
+        name = entry_name(entry)
         if by_name.setdefault(name, entry) != entry and not isinstance(entry, str):
             raise ValueError(f"{name!r} is named twice with different settings; name it once")
     return list(by_name.values())

@@ -23,7 +23,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from trainkit.config.base import Frozen, MethodConfig, Plain, SamplingConfig
+from trainkit.config.base import FrozenModel, MethodConfig, Plain, SamplingConfig
 from trainkit.config.entries import MOST, HooksEntry, as_named, named_once
 from trainkit.config.faults import Fault, faults_of, report
 from trainkit.config.places import DEFAULT, METHOD, PYTHON, Places, leaves, place_of, value_at, with_comment
@@ -50,7 +50,7 @@ BY_NAME = ("method", "engine", "sharding")
 """Settings that may be a name alone instead of a mapping with the name."""
 
 
-class TRLConfig(Frozen, Generic[M]):
+class TRLConfig(FrozenModel, Generic[M]):
     """The whole configuration of a run.
 
     ``method`` may be a `MethodConfig`, a dict with its ``name``, or the name alone. Where other sections set

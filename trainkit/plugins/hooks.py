@@ -16,7 +16,7 @@ from trainkit.plugins.hookspecs import PROJECT
 from trainkit.plugins.registry import PARTS, Registered, Settings, get_hooks, get_part, get_trainer
 
 
-def name_of(entry: str | Settings) -> str:
+def entry_name(entry: str | Settings) -> str:
     """Return the name, in lower case, of the plugin that an entry of `plugins` or `train.trackers` names."""
     return (entry if isinstance(entry, str) else entry.name).lower()
 
@@ -75,7 +75,7 @@ def hook_manager(plugins: Iterable[str | Settings], objects: Iterable[object]) -
             used.
     """
     manager = HookManager()
-    for name, entry in {name_of(entry): entry for entry in plugins}.items():
+    for name, entry in {entry_name(entry): entry for entry in plugins}.items():
         hooks, plugin = get_hooks(name), find_installed(name)
         label = f"plugin {plugin or name}"
         if hooks is not None:
@@ -122,7 +122,7 @@ def _make(hooks: Registered, entry: str | Settings, label: str) -> Any:
     try:
         if hooks.settings is None:
             return hooks.made()
-        return hooks.made(hooks.settings(name=name_of(entry)) if isinstance(entry, str) else entry)
+        return hooks.made(hooks.settings(name=entry_name(entry)) if isinstance(entry, str) else entry)
     except TrainkitError:
         raise
     except Exception as error:

@@ -18,7 +18,7 @@ from trainkit.data import Rollouts, Row
 from trainkit.errors import EngineError, TrainkitError, describe
 from trainkit.plugins import get_engine
 from trainkit.plugins.guard import error_text
-from trainkit.plugins.hooks import name_of
+from trainkit.plugins.hooks import entry_name
 from trainkit.rollouts.sampler import Generated, Purpose, TokenSampler, assemble, decode, make_sampler
 
 Ability = Literal["encoder_decoder", "logit_mask", "steer"]
@@ -164,7 +164,7 @@ class Engine(ABC):
 
 def engine_class(entry: str | PluginConfig) -> type[Engine]:
     """Return the class of an engine; ``entry`` is what `rollout.engine` says: its name, or its settings."""
-    cls: type[Engine] = get_engine(name_of(entry)).made
+    cls: type[Engine] = get_engine(entry_name(entry)).made
     return cls.of(None if isinstance(entry, str) else entry)
 
 
@@ -182,7 +182,7 @@ def start(entry: str | PluginConfig, served: ServedModel) -> Engine:
     except Exception as error:
         if not cls.own_copy:
             raise
-        raise EngineError(f"the engine {name_of(entry)!r} could not be started: {error_text(error)}") from error
+        raise EngineError(f"the engine {entry_name(entry)!r} could not be started: {error_text(error)}") from error
 
 
 class EngineSampler:

@@ -62,7 +62,7 @@ def model_card(trainer: RunView) -> str:
         _table("## Provenance", _facts(trainer)),
         _training(trainer),
         _evaluation(trainer),
-        f"## Configuration\n\n{fenced(to_yaml(shown(trainer.config.to_dict())), 'yaml')}",
+        f"## Configuration\n\n{fenced(to_yaml(public_config(trainer.config.to_dict())), 'yaml')}",
     ]
     return "\n".join(part for part in parts if part)
 
@@ -79,7 +79,7 @@ def _name(live: Any) -> Any:
     return getattr(getattr(live, "pretrained_model", live), "name_or_path", None)
 
 
-def shown(config: Plain) -> Plain:
+def public_config(config: Plain) -> Plain:
     """Return a configuration without the settings that tell where a run was or who ran it."""
     train = {name: value for name, value in config["train"].items() if name not in ("run_dir", "resume")}
     loaded = {part: {**config[part], "kwargs": _shared(config[part]["kwargs"])} for part in ("model", "tokenizer")}

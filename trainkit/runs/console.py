@@ -131,7 +131,7 @@ class Console:
             return
         self._step = step
         self._remember(step, metrics)
-        shown = "  ".join(f"{name} {number(value)}" for name, value in self._evaluations.get(step, {}).items())
+        shown = "  ".join(f"{name} {short_number(value)}" for name, value in self._evaluations.get(step, {}).items())
         self._evaluation = f"step {step}  {shown}"
         if samples:
             self._sample = excerpt(samples[0]["prompt"], samples[0]["output"])
@@ -174,7 +174,7 @@ class Console:
         columns = [["step", *map(str, shown)]]
         for name in names:
             values = (self._evaluations[step].get(name) for step in shown)
-            columns.append([_heading(name), *("" if value is None else number(value) for value in values)])
+            columns.append([_heading(name), *("" if value is None else short_number(value) for value in values)])
         widths = [max(map(cell_len, column)) for column in columns]
         fitting = self._fitting(widths)
         for cells in zip(*columns[:fitting], strict=True):
@@ -216,8 +216,8 @@ class Console:
         values, metrics = [], self._metrics
         for label, key, spread in SHOWN:
             if key in metrics:
-                around = f" ± {number(metrics[spread]):<4}" if spread in metrics else ""
-                values.append((label, f"{number(metrics[key]):>5}{around}"))
+                around = f" ± {short_number(metrics[spread]):<4}" if spread in metrics else ""
+                values.append((label, f"{short_number(metrics[key]):>5}{around}"))
         return values
 
     def _pace_fields(self) -> list[str]:
@@ -320,7 +320,7 @@ def excerpt(prompt: str, output: str) -> str:
     return f"{start} → {output if len(output) <= 60 else f'{output[:59]}…'}"
 
 
-def number(value: float) -> str:
+def short_number(value: float) -> str:
     """Return ``value`` in about five characters: 0.83, 12.3, 4.1k, 3e-5."""
     size = abs(value)
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -333,7 +333,7 @@ def number(value: float) -> str:
 
 def count(value: float) -> str:
     """Return a count in about five characters: 16, 4.1k."""
-    return number(value) if value >= 1000 else f"{value:.0f}"
+    return short_number(value) if value >= 1000 else f"{value:.0f}"
 
 
 def clock(seconds: float) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from trainkit.errors import ConfigError, DataError, HubError, TrainkitError, describe, printable
 from trainkit.plain import to_yaml
-from trainkit.runs.card import shown
+from trainkit.runs.card import public_config
 from trainkit.runs.record import Record
 from trainkit.security import hidden
 
@@ -32,7 +32,7 @@ _HINTS = {
 """What to do, by the status of a hub's answer."""
 
 
-def check(repo: str, token: str | None = None) -> None:
+def check_repo(repo: str, token: str | None = None) -> None:
     """Check what can be checked of a publication without a request.
 
     Args:
@@ -82,7 +82,7 @@ def push(
         DataError: the configuration or the metrics of the run cannot be read.
         HubError: the hub refused the model or could not be reached.
     """
-    check(repo, token)
+    check_repo(repo, token)
     from huggingface_hub import HfApi
 
     api, files = HfApi(token=token), published(export)
@@ -136,7 +136,7 @@ def _local_base(export: Path) -> str:
 def _config(run: Path) -> bytes:
     """Return the configuration of a run without secrets, paths of the machine, and sources."""
     try:
-        return to_yaml(hidden(shown(Record(run).config))).encode()
+        return to_yaml(hidden(public_config(Record(run).config))).encode()
     except (KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{run / 'config.yaml'} is not the whole configuration of a run: {error!r}") from error
 

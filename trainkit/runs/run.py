@@ -533,7 +533,7 @@ def _check_identity(trainer: RunView, state: Mapping[str, Any], path: Path) -> l
     return [*fixed, *data, *weights, *(processes if state["processes"] != now["processes"] else [])]
 
 
-def check_frozen(trainer: RunView, policy: Policy) -> None:
+def check_frozen_models(trainer: RunView, policy: Policy) -> None:
     """Check that a model which is frozen after a run has resumed is one that the run was made with.
 
     A checkpoint does not know models that the run first used later.

@@ -20,7 +20,7 @@ from trainkit.config.trackers import TRACKERS
 from trainkit.errors import ConfigError, printable, suggest
 from trainkit.plugins import hookimpl
 from trainkit.plugins.guard import error_text
-from trainkit.plugins.hooks import name_of
+from trainkit.plugins.hooks import entry_name
 from trainkit.runs.console import Console
 from trainkit.runs.journal import JsonLines, Sample
 
@@ -46,7 +46,7 @@ def default_trackers(entries: Sequence[str | PluginConfig]) -> list[object]:
     Raises:
         ConfigError: accelerate knows no tracker of that name, or its package is not installed.
     """
-    named = {name_of(entry): entry for entry in entries}
+    named = {entry_name(entry): entry for entry in entries}
     return [Console(), JsonLines(), *(KINDS.get(name, AccelerateTracker)(entry) for name, entry in named.items())]
 
 
@@ -61,7 +61,7 @@ class AccelerateTracker:
     """
 
     def __init__(self, entry: str | PluginConfig) -> None:
-        self.name = name_of(entry)
+        self.name = entry_name(entry)
         self._class = _tracker_class(self.name)
         self.settings: Any = TRACKERS.get(self.name, PluginConfig)(name=self.name) if isinstance(entry, str) else entry
         self._begun_at: int | None = None

@@ -32,7 +32,7 @@ def check_config(config: Config) -> None:
     checks: list[Callable[[], object]] = [
         lambda: check_split(config, k, 1),
         lambda: check_run(config),
-        lambda: optim.check(config),
+        lambda: optim.check_settings(config),
     ]
     path = config.model.model_path
     if issubclass(cls, AccelerateRLTrainer):

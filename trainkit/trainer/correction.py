@@ -23,7 +23,7 @@ from trainkit.functional import (
     truncated_ratios,
 )
 from trainkit.models import TokenOutputs
-from trainkit.plugins.hooks import name_of
+from trainkit.plugins.hooks import entry_name
 from trainkit.rollouts import EngineSampler
 from trainkit.runs.parallel import Parallel
 from trainkit.runs.progress import Progress
@@ -101,7 +101,9 @@ class Correction:
     @property
     def _sampler_name(self) -> str:
         sampler = self.sampling.sampler
-        return name_of(self.config.rollout.engine) if isinstance(sampler, EngineSampler) else type(sampler).__qualname__
+        return (
+            entry_name(self.config.rollout.engine) if isinstance(sampler, EngineSampler) else type(sampler).__qualname__
+        )
 
     def check(self, *, online: bool) -> None:
         """Check that the settings of corrections suit the algorithm; log if it corrects for no difference.

@@ -75,7 +75,7 @@ class FrozenModels:
             policy.row_limit = self.models.row_limit
         self.fix_rope(policy)
         self.store(model.requires_grad_(False), source, load_frozen_config(self.config.model, source, key))
-        run.check_frozen(self.view, policy)
+        run.check_frozen_models(self.view, policy)
         self.sharing.prepare(policy)
         return policy
 

@@ -96,7 +96,7 @@ class Tried:
         return {name: value for name, value in settings.items() if value is not None}
 
 
-def load(
+def load_tried(
     given: str,
     *,
     best: bool = False,

@@ -24,7 +24,7 @@ from trainkit.models.backend import use_fast_and_exact_kernels
 from trainkit.models.fitting import RowLimit
 from trainkit.plugins import get_trainer, hook_manager
 from trainkit.plugins.discovery import is_installed
-from trainkit.plugins.hooks import name_of
+from trainkit.plugins.hooks import entry_name
 from trainkit.plugins.registry import is_tracker
 from trainkit.runs import Record, hub, run, saving
 from trainkit.runs.health import Health
@@ -109,18 +109,18 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         self.sharding.check(config)
         check_run(config)
         if config.train.push_to_hub is not None and self.parallel.is_main:
-            hub.check(config.train.push_to_hub)
+            hub.check_repo(config.train.push_to_hub)
         self.live_model = model
         self.chosen_reference: Any = self._choose_reference(reference)
         """The reference that the user chose, a model object or what names one; None: the model's start."""
         own = self._own_plugin
-        trackers = [entry for entry in config.train.trackers if is_tracker(name_of(entry))]
+        trackers = [entry for entry in config.train.trackers if is_tracker(entry_name(entry))]
         others = [entry for entry in config.train.trackers if entry not in trackers]
         self.hooks = hook_manager(
             [*own, *config.plugins, *(trackers if self.parallel.is_main else [])],
             [*callbacks, *run.trackers(others, self.accelerator)],
         )
-        self.identity = Identity(self, [*own, *map(name_of, [*config.plugins, *trackers])])
+        self.identity = Identity(self, [*own, *map(entry_name, [*config.plugins, *trackers])])
         """What the run is made of, and when it began."""
         self.pipeline: Pipeline | Stream | None = None
         self.eval_rows: list[Row] = []
@@ -680,7 +680,7 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         id = repo if repo is not None else self.config.train.push_to_hub
         if id is None:
             raise ConfigError("push_to_hub() needs the id of a repository: give owner/name, or set train.push_to_hub")
-        self.parallel.on_main(lambda: hub.check(id, token))
+        self.parallel.on_main(lambda: hub.check_repo(id, token))
         export = self.save_pretrained()
         return self.parallel.on_main(lambda: hub.push(export, id, private=private, revision=revision, token=token))
 

@@ -81,7 +81,7 @@ class Models:
         """What the policy is compared with; None: nothing."""
         self.frozen: list[Frozen] = []
         """Further models, frozen: a reference that the user chose, teachers."""
-        optim.check(config)
+        optim.check_settings(config)
         optim.check_given(config, optimizer, scheduler, replicated=type(parallel.sharding) is Replicated)
 
     @property
@@ -207,7 +207,7 @@ class Models:
         optimizer_state = self.parallel.sharding.own_part(state["optimizer"], self.optimizer)
         before: list[float] = state["scheduler"]["_last_lr"]
         of_user = self._given_scheduler is not None
-        optim.load(self.optimizer, self.scheduler, {**state, "optimizer": optimizer_state}, of_user=of_user)
+        optim.load_state(self.optimizer, self.scheduler, {**state, "optimizer": optimizer_state}, of_user=of_user)
         if (now := self.scheduler.get_last_lr()) != before and self.parallel.is_main:
             rates = [" and ".join(dict.fromkeys(f"{rate:.3g}" for rate in each)) for each in (now, before)]
             log.warning(

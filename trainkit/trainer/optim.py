@@ -160,7 +160,7 @@ def advance(scheduler: LRScheduler) -> None:
         scheduler.step()
 
 
-def load(optimizer: Any, scheduler: LRScheduler, state: Mapping[str, Any], *, of_user: bool = False) -> None:
+def load_state(optimizer: Any, scheduler: LRScheduler, state: Mapping[str, Any], *, of_user: bool = False) -> None:
     """Restore the state of both. Learning rates and other settings stay as the configuration has them.
 
     With an unchanged configuration they equal those of the checkpoint. If a change was allowed, the new values apply.
@@ -267,6 +267,6 @@ def check_given(config: TRLConfig[Any], optimizer: Any, scheduler: Any, *, repli
         )
 
 
-def check(config: TRLConfig[Any]) -> None:
+def check_settings(config: TRLConfig[Any]) -> None:
     """Build both for one number, so that arguments that do not fit are reported before a model is loaded."""
     make_scheduler(config.scheduler, make_optimizer(config.optimizer, nn.ParameterList([torch.zeros(1)])), 1)

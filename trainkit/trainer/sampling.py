@@ -17,7 +17,7 @@ from trainkit.data import Rollouts, Row
 from trainkit.data.pipeline import id_count
 from trainkit.errors import ConfigError, DataError, PluginError
 from trainkit.models.loading import eos_ids
-from trainkit.plugins.hooks import name_of
+from trainkit.plugins.hooks import entry_name
 from trainkit.rollouts import (
     Engine,
     EngineSampler,
@@ -98,7 +98,7 @@ class Sampling:
         """The sampler, which turns prompts into rollouts: that of a plugin's ``make_sampler``, or the engine's."""
         self.models.build()  # the sampler reads the model where accelerate has put it
         from_hook: Any = self._make_sampler()
-        name = name_of(self.config.rollout.engine)
+        name = entry_name(self.config.rollout.engine)
         if from_hook is None:
             return EngineSampler(
                 self.engine,
@@ -167,7 +167,7 @@ class Sampling:
     def _check_engine(self) -> None:
         """Raise a `ConfigError` if the run needs something of its engine that the engine cannot do."""
         entry = self.config.rollout.engine
-        name, needed, engine = name_of(entry), dict[Ability, str](), self.engine_class
+        name, needed, engine = entry_name(entry), dict[Ability, str](), self.engine_class
         if self.text.is_encoder_decoder:
             needed["encoder_decoder"] = f"generate with a model of type {self.text.model_config.model_type!r}"
         if self._logit_mask() is not None:

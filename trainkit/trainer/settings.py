@@ -11,7 +11,7 @@ from trainkit.config import EnvironmentConfig, MethodConfig, PluginConfig, TRLCo
 from trainkit.errors import ConfigError
 from trainkit.models.loading import length_limit
 from trainkit.plugins.discovery import ACCELERATE_TRACKERS, without_disabled
-from trainkit.plugins.hooks import name_of
+from trainkit.plugins.hooks import entry_name
 
 log = logging.getLogger(__name__)
 
@@ -21,10 +21,10 @@ T = TypeVar("T", bound=MethodConfig)
 
 def without_disabled_plugins(config: TRLConfig[T], *, logs: bool) -> TRLConfig[T]:
     """Return the configuration, and so the record of the run, without disabled plugins; log them if ``logs``."""
-    named = map(name_of, [*config.plugins, *config.train.trackers])
+    named = map(entry_name, [*config.plugins, *config.train.trackers])
     usable, messages = without_disabled([name for name in named if name not in ACCELERATE_TRACKERS])
     plugins, trackers = (
-        [entry for entry in entries if name_of(entry) in {*usable, *ACCELERATE_TRACKERS}]
+        [entry for entry in entries if entry_name(entry) in {*usable, *ACCELERATE_TRACKERS}]
         for entries in (config.plugins, config.train.trackers)
     )
     for message in messages if logs else ():

@@ -20,7 +20,7 @@ from trainkit.errors import ConfigError
 from trainkit.models.policy import Policy
 from trainkit.models.reward import Scorer
 from trainkit.plugins import get_sharding
-from trainkit.plugins.hooks import name_of
+from trainkit.plugins.hooks import entry_name
 from trainkit.runs import checkpoint
 from trainkit.runs.resharding import divided_like, local
 from trainkit.trainer.master_weights import low_precision
@@ -495,7 +495,7 @@ def make_sharding(entry: str | PluginConfig, accelerator: Accelerator) -> Shardi
     Raises:
         ConfigError: the sharding cannot be made.
     """
-    name = name_of(entry)
+    name = entry_name(entry)
     if accelerator.num_processes == 1 and name != NONE:
         log.warning("train.sharding is %r, and the run has one process, which holds the whole model", name)
         return Replicated(accelerator)

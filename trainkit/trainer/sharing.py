@@ -13,7 +13,7 @@ from trainkit.data.batches import COPIED, pass_cost
 from trainkit.errors import ConfigError
 from trainkit.models.prompts import different_prompts
 from trainkit.models.unloaded import decided, reads_weights
-from trainkit.plugins.hooks import name_of
+from trainkit.plugins.hooks import entry_name
 from trainkit.runs.parallel import Parallel
 from trainkit.runs.progress import Progress
 from trainkit.trainer.base import BaseRLTrainer
@@ -75,7 +75,7 @@ class PromptSharing:
             return
         with self.models.as_trained():
             fault = decided(policy.why_not_shared)
-        way = name_of(train.sharding)
+        way = entry_name(train.sharding)
         if fault is None and sharding.keeps_sharded and way not in SHARDED:
             fault = f"it is not tested with train.sharding {way!r}"
         policy.can_share_prompts = fault is None

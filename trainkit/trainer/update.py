@@ -17,7 +17,7 @@ from trainkit.data import Batch
 from trainkit.errors import ConfigError, NonFiniteError, OutOfMemoryError, TrainkitError
 from trainkit.functional import to_float64
 from trainkit.models.fitting import ADVICE, RowLimit, first_line, no_smaller, out_of_memory, release
-from trainkit.plugins.hooks import name_of
+from trainkit.plugins.hooks import entry_name
 from trainkit.runs.parallel import Parallel
 from trainkit.runs.progress import Progress
 from trainkit.seeding import global_rng
@@ -77,9 +77,9 @@ class Updater:
         self._warned_past_the_end = False
         if config.microbatch_size == "auto" and not parallel.sharding.repeats:
             raise ConfigError(
-                f"train.microbatch_size is 'auto', and with train.sharding {name_of(config.sharding)!r} processes wait "
-                "for each other within a pass, so none can make it again alone; give a number, which trainkit estimate "
-                "finds"
+                f"train.microbatch_size is 'auto', and with train.sharding {entry_name(config.sharding)!r} processes "
+                "wait for each other within a pass, so none can make it again alone; give a number, which trainkit "
+                "estimate finds"
             )
 
     def update(self, batch: Batch) -> m.Metrics:

@@ -46,10 +46,10 @@ def estimate(
     if data is not None and prompt_tokens is not None:
         raise ConfigError("--data and --prompt-tokens are given, and both say how long prompts are; give one of them")
     from trainkit.config import read_config
-    from trainkit.plugins.hooks import name_of
+    from trainkit.plugins.hooks import entry_name
 
     config: Any = read_config(file, parse_overrides(overrides or []))
-    sharding = name_of(config.train.sharding)
+    sharding = entry_name(config.train.sharding)
     if sharding not in ("none", "fsdp2"):
         raise ConfigError(f"train.sharding is {sharding!r}, of which no memory is estimated; set it to none or fsdp2")
     if gpus is not None and config.train.mixed_precision is None:
