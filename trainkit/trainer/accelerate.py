@@ -699,14 +699,6 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         """Generate responses to the evaluation prompts, score and measure them; see `AcceleratedLoop.evaluation`."""
         return self.evaluator.on_prompts()
 
-    def save_pretrained(self, directory: str | Path | None = None) -> Path:
-        """Export for transformers: base-model weights, config and tokenizer; heads are in a separate file.
-
-        ``AutoModelForCausalLM.from_pretrained(directory)``, of an encoder-decoder ``AutoModelForSeq2SeqLM``, loads
-        a model with equal logits.
-        """
-        return super().save_pretrained(directory)
-
     def write_model(self, building: Path, target: Path) -> None:
         """Write model, tokenizer and heads so that transformers loads the model; with an adapter, only the adapter."""
         self.exporter.write(building, target)

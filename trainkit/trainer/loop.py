@@ -650,7 +650,12 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         run.load(self, Path(directory))
 
     def save_pretrained(self, directory: str | Path | None = None) -> Path:
-        """Export the model, by default to the run directory."""
+        """Export the model, by default to the run directory, and return its directory.
+
+        A language model is written for transformers: base-model weights, config and tokenizer; heads are in a separate
+        file. ``AutoModelForCausalLM.from_pretrained(directory)``, of an encoder-decoder ``AutoModelForSeq2SeqLM``,
+        loads a model with equal logits.
+        """
         return run.export(self, directory)
 
     def push_to_hub(
