@@ -128,6 +128,13 @@ def test_train_follows_the_declaration(tmp_path: Path, monkeypatch: pytest.Monke
         trainkit.train(prompts=prompts, reward_fn=lambda outputs, **_: [0.0] * len(outputs), **given)
 
 
+def test_a_loop_of_ones_own_is_told_what_is_missing_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needing("_test_dr_grpo", ("environment", "prompts"), monkeypatch)
+    trainer = tiny_trainer("_test_dr_grpo", tmp_path, arguments={"reward_fn": None, "environment": None})
+    with pytest.raises(DataError, match=r"learns from environment and prompts; give environment$"):
+        trainer.learn()
+
+
 def by_settings(monkeypatch: pytest.MonkeyPatch, *found: str) -> None:
     """Let the inputs of an algorithm with a reward function depend on a setting."""
     cls = ALGORITHMS["_test_dr_grpo"]

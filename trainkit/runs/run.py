@@ -168,7 +168,7 @@ def requests(trainer: RunView) -> tuple[int, bool]:
     stop.progressed()
     asked, saves = stop.asked, stop.saves
     if trainer.parallel.world > 1:
-        signals = trainer.max(torch.tensor([float(asked), float(saves)]))
+        signals = trainer.parallel.max(torch.tensor([float(asked), float(saves)]))
         asked, saves = int(signals[0]), bool(signals[1])
     stop.saves = False
     return asked, saves
@@ -182,7 +182,7 @@ def ends_early(trainer: RunView) -> bool:
     if trainer.done or not trainer.parallel.any_rank(bool(trainer.run_state.stop.reason)):
         return False
     at = trainer.progress
-    at.stop_reason = next(filter(None, trainer.gather([trainer.run_state.stop.reason])))
+    at.stop_reason = next(filter(None, trainer.parallel.gather([trainer.run_state.stop.reason])))
     if trainer.parallel.is_main:
         log.warning("the run ends after step %d: %s", at.step, printable(at.stop_reason))
     return True
@@ -317,9 +317,9 @@ def _load_trained(trainer: RunView, state: Mapping[str, Any], loop: Mapping[str,
     Raises:
         ValueError: it does not fit the model, or ``loop`` does not fit the run; names what. Weights have not changed.
     """
-    sharding = trainer.sharding
+    sharding = trainer.parallel.sharding
     with nullcontext() if sharding.keeps_sharded else sharding.unsharded(write=True):
-        weights = trained(trainer.unwrapped)
+        weights = trained(trainer.models.unwrapped)
         if wrong := sorted(weights.keys() ^ state.keys()):
             raise ValueError(f"{wrong[0]} is {'not' if wrong[0] in weights else 'only'} in the checkpoint")
         for name, tensor in weights.items():
@@ -590,12 +590,12 @@ def export(trainer: RunView, directory: str | Path | None = None) -> Path:
             checkpoint.move_in(building, target, last=MARK)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(building, ignore_errors=True)
-            needed = sum(parameter.nbytes for parameter in trainer.unwrapped.parameters())
+            needed = sum(parameter.nbytes for parameter in trainer.models.unwrapped.parameters())
             message = f"cannot export the model to {target}: {error} ({saving.room(target, needed)})"
             raise CheckpointError(message) from error
         return ""
 
-    with trainer.sharding.collected():
+    with trainer.parallel.sharding.collected():
         fault = trainer.parallel.on_main(build)
     if fault:
         kept = saving.save_once(trainer)
@@ -610,8 +610,8 @@ def _verifies(trainer: RunView) -> bool:
     """Return whether exports are loaded again and compared: not if the model is divided among processes."""
     verify = trainer.config.train.verify_export
     if verify is None:
-        verify = sum(parameter.nbytes for parameter in trainer.unwrapped.parameters()) <= VERIFIED
-    return verify and not trainer.sharding.keeps_sharded
+        verify = sum(parameter.nbytes for parameter in trainer.models.unwrapped.parameters()) <= VERIFIED
+    return verify and not trainer.parallel.sharding.keeps_sharded
 
 
 def _write_export(trainer: RunView, building: Path, target: Path) -> None:

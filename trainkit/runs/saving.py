@@ -251,10 +251,10 @@ def _exists(place: Path) -> bool:
 
 def _bytes(trainer: RunView) -> int:
     """Return about how many bytes a checkpoint has: the trained weights and the optimizer's state, of all processes."""
-    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    optimizer = getattr(trainer.models.optimizer, "optimizer", trainer.models.optimizer)
     state = (value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor))
-    here = sum(local(tensor).nbytes for tensor in (*trained(trainer.unwrapped).values(), *state))
-    return here * (trainer.parallel.world if trainer.sharding.divides else 1)
+    here = sum(local(tensor).nbytes for tensor in (*trained(trainer.models.unwrapped).values(), *state))
+    return here * (trainer.parallel.world if trainer.parallel.sharding.divides else 1)
 
 
 def _states_differ(trainer: RunView) -> bool:
@@ -262,7 +262,7 @@ def _states_differ(trainer: RunView) -> bool:
     if trainer.parallel.world == 1:
         return False
     digest = trainer.parallel.sync_errors(lambda: checkpoint.digest(trainer.state_dict()))
-    return len(set(trainer.gather([digest]))) > 1
+    return len(set(trainer.parallel.gather([digest]))) > 1
 
 
 def _parts(trainer: RunView, put: Callable[[str, checkpoint.State], object], states_differ: bool) -> None:
@@ -278,22 +278,22 @@ def _parts(trainer: RunView, put: Callable[[str, checkpoint.State], object], sta
     loop = {**loop_state(trainer), **trainer.identity.state()}
     if states_differ:
         put(f"{METHOD}-{rank:05d}", {"method": loop["method"]})
-    if trainer.sharding.keeps_sharded:
+    if trainer.parallel.sharding.keeps_sharded:
         refuse_non_finite(trainer)
         state, loop["optimizer"] = loop["optimizer"]["state"], {**loop["optimizer"], "state": {}}
-        put(f"{PARTS}-{rank:05d}", {"model": trained(trainer.unwrapped), "optimizer": state})
+        put(f"{PARTS}-{rank:05d}", {"model": trained(trainer.models.unwrapped), "optimizer": state})
     else:
-        with trainer.sharding.unsharded():
+        with trainer.parallel.sharding.unsharded():
             if trainer.parallel.is_main:
                 refuse_non_finite(trainer)
-                put("model", trained(trainer.unwrapped))
+                put("model", trained(trainer.models.unwrapped))
     if trainer.parallel.is_main:
         put("loop", loop)
 
 
 def refuse_non_finite(trainer: RunView) -> None:
     """Raise a NonFiniteError if a weight is NaN or infinite, before a checkpoint or an export is made of it."""
-    weights = ((name, local(p)) for name, p in trainer.unwrapped.named_parameters())
+    weights = ((name, local(p)) for name, p in trainer.models.unwrapped.named_parameters())
     broken = [name for name, part in weights if not part.isfinite().all()]
     if broken:
         raise NonFiniteError(

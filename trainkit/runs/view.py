@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from trainkit.config import TRLConfig
 from trainkit.runs.parallel import Parallel
@@ -14,12 +14,8 @@ from trainkit.runs.progress import Progress
 from trainkit.runs.stopping import Stop
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from trainkit.runs.lock import RunLock
     from trainkit.runs.saving import Saving
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -70,12 +66,6 @@ class RunView(Protocol):
     chosen_reference: Any
 
     @property
-    def sharding(self) -> Any: ...
-    @property
-    def unwrapped(self) -> Any: ...
-    @property
-    def optimizer(self) -> Any: ...
-    @property
     def done(self) -> bool: ...
     @property
     def total_steps(self) -> int: ...
@@ -89,6 +79,3 @@ class RunView(Protocol):
     def write_model(self, building: Path, target: Path) -> None: ...
     def export_fault(self, directory: Path) -> str: ...
     def model_card(self) -> dict[str, str]: ...
-    def gather(self, items: Sequence[T]) -> list[T]: ...
-    def reduce(self, x: Tensor) -> Tensor: ...
-    def max(self, x: Tensor) -> Tensor: ...

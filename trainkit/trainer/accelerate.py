@@ -235,9 +235,10 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
     def _missing_inputs(self) -> list[str]:
         """What is missing of what the algorithm learns from."""
         missing = super()._missing_inputs
-        if self.environment is not None:
-            return [name for name in missing if name != "reward_fn"]
-        return [*missing, "environment"] if "environment" in self.inputs else missing
+        if self.environment is None and "environment" not in self.inputs:
+            return missing
+        others = [name for name in missing if name != "reward_fn"]
+        return others if self.environment is not None else [*others, "environment"]
 
     # ------------------------------------------------------------------------------------------------ construction
 
