@@ -228,6 +228,16 @@ def test_files_and_names_exist(tmp_path: Path) -> None:
                 assert hasattr(trainer, match[1]), f"{span} in {name_of(document)}"
 
 
+def test_what_the_pages_import_exists() -> None:
+    """The blocks themselves run in slow tests; a name that has moved is found here."""
+    for document in DOCUMENTS:
+        for block in blocks(document, "python"):
+            for node in ast.walk(ast.parse(block.text)):
+                if isinstance(node, ast.ImportFrom) and re.match(r"trainkit(_|\.|$)", node.module or ""):
+                    for name in node.names:
+                        resolve(f"{node.module}.{name.name}")
+
+
 def test_the_contract_names_what_exists(tmp_path: Path) -> None:
     trainer = tiny_trainer("ppo", tmp_path)
     listed = [name for _, table in tables_about("trainkit.AccelerateRLTrainer") for name in table.names]
