@@ -192,7 +192,7 @@ def _refused_settings(tree: ast.AST, name: str) -> Iterator[str]:
     """Yield the settings that a script writes out and a run of the adapter would refuse, each after its line."""
     about, seen = framework(name), set[int]()
     homes = {path.partition(".")[0] for path in about.settings}
-    sections = getattr(about.functions, "SECTIONS", {}) | {each: each for each in homes}
+    sections = getattr(about.functions, "SECTIONS", {each: each for each in homes})
     for node in ast.walk(tree):
         given: dict[str, ast.expr] = {}
         called = node.func if isinstance(node, ast.Call) else None
@@ -248,7 +248,7 @@ def _refused_sampling(node: ast.Dict | ast.Call) -> Iterator[str]:
         given = {str(key.value): value for key, value in _items(node)}
         given = given if given.keys() <= generation().settings.keys() else {}
     elif ast.unparse(node.func).lower().endswith("trainer.generate"):
-        given = {each.arg: each.value for each in node.keywords if each.arg in generation().settings}
+        given = {str(each.arg): each.value for each in node.keywords if each.arg in generation().settings}
     for field_name, value in given.items():
         try:
             literal = _literal(value)

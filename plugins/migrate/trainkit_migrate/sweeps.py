@@ -32,7 +32,11 @@ def translate_sweep(given: Mapping[str, Any]) -> Translation:
     kinds = {str(about.get("strategy")) for about in spaces.values() if isinstance(about, Mapping)}
     found.config["run"] = {"config": "CONFIG.yaml"}
     found.remarks.append(
-        Remark("run", "name the configuration, translated by trainkit migrate, and task or prompts and reward_fn")
+        Remark(
+            "run",
+            "a sweep of trlX names a script on the command line; name the configuration that trainkit migrate has "
+            "translated, and as task a function FILE.py:FUNCTION that returns what main gives to trlx.train",
+        )
     )
     _tuned(tune, found)
     if kinds == {"grid"}:
@@ -64,8 +68,8 @@ def _tuned(tune: Mapping[str, Any], found: Translation) -> None:
         found.remarks.append(Remark("tune_config.search_alg", "the model of bohb is that of tpe; draws differ"))
     if most := tune.get("max_concurrent_trials"):
         found.config["workers"] = most
-    known = {"mode", "metric", "search_alg", "scheduler", "num_samples", "max_concurrent_trials"}
-    for name in tune.keys() - known:
+    settings = {"mode", "metric", "search_alg", "scheduler", "num_samples", "max_concurrent_trials"}
+    for name in sorted(tune.keys() - settings):
         found.refused.append(Remark(f"tune_config.{name}", "trainkit sweep has no such setting; remove it"))
 
 

@@ -14,6 +14,10 @@ SCHEDULES = (
     "warmup_stable_decay",
 )  # fmt: skip
 OPTIMIZERS = ("sgd", "adafactor", "adagrad", "rmsprop")
+WITHOUT_DROPOUT = (
+    "DPOConfig", "KTOConfig", "ORPOConfig", "CPOConfig", "RewardConfig", "OnlineDPOConfig", "DpoScriptArguments",
+)  # fmt: skip
+"""Classes whose trainers switch dropout off unless they are told otherwise."""
 PLAIN = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw")
 
 
@@ -258,4 +262,8 @@ def adapter(value: Any, context: Context) -> Settings:
     usual = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
     found = {ours: given(context, theirs, usual.get(ours)) for ours, theirs in names.items()}
     settled = {name: each for name, each in found.items() if each is not None}
-    return {"model.peft_config": {"peft_type": "LORA", **settled}}
+    if given(context, "disable_dropout", not context.given.keys().isdisjoint(WITHOUT_DROPOUT)):
+        settled.pop("lora_dropout")  # it switches off that of the adapter, too
+        return {"model.peft_config": {"peft_type": "LORA", **settled}}
+    dropout = {"model.disable_dropout": False} if settled.get("lora_dropout") else {}
+    return {"model.peft_config": {"peft_type": "LORA", **settled}, **dropout}

@@ -129,10 +129,10 @@ def _converted(about: Framework, path: str, setting: Setting, value: Any, contex
     if setting.convert:
         return dict(about.function(setting.convert)(value, context))
     key = (setting.to or "").replace("*", path.rpartition(".")[2])
+    if value is None and (".kwargs." in key or (setting.values and "none" not in setting.values)):  # it is not set
+        return {}
     if not setting.values:
         return {key: value}
-    if value is None and "none" not in setting.values:  # it is not set
-        return {}
     word = str(value).lower()
     if word not in setting.values:
         raise RefusedError(f"given {describe(value)}; trainkit knows {', '.join(setting.values)}")

@@ -33,6 +33,8 @@ def implied(config: Settings, context: Context) -> Settings:
         usual |= {"method.rloo_k": 2} if name == "rloo" else {}
     else:
         usual["train.seq_length"] = 1024
+    if name == "sft":
+        usual["model.disable_dropout"] = False
     if name == "cpo":
         usual["method.cpo_alpha"] = 1.0  # with the loss of SimPO too
     return filled(name, usual, config, context)
