@@ -171,6 +171,16 @@ def test_remarks_say_what_a_file_does_not() -> None:
         assert f"{name}: {told}" in migrated(name).stderr
 
 
+def test_a_file_that_two_versions_of_trl_could_have_is_said_to_be_of_the_newer(tmp_path: Path) -> None:
+    (tmp_path / "sft.yaml").write_text("packing: true\ndataset_text_field: text\n", encoding="utf-8")
+    newer = CliRunner().invoke(app, ["migrate", str(tmp_path / "sft.yaml")])
+    assert "read as SFTConfig of TRL 1.x; a file of TRL 0.8 needs --config-class SftScriptArguments" in newer.stderr
+    options = ["--config-class", "SftScriptArguments"]
+    older = CliRunner().invoke(app, ["migrate", str(tmp_path / "sft.yaml"), *options])
+    lengths = [yaml.safe_load(each.stdout)["train"]["seq_length"] for each in (newer, older)]
+    assert lengths == [1024, 512]
+
+
 @table(
     "name, lines",
     [

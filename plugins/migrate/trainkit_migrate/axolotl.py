@@ -19,7 +19,11 @@ RL = {"dpo": "dpo", "ipo": "dpo", "kto": "kto", "orpo": "orpo", "simpo": "cpo", 
 
 def implied(config: Settings, context: Context) -> Settings:
     """Return the method, and what axolotl does where a field is not given: it saves and evaluates after each epoch."""
+    rows = context.get("gradient_accumulation_steps", 1) * context.processes
     usual: Settings = {"train.seq_length": 512, "scheduler.name": "cosine", "train.save_interval": 0}
+    usual |= {"train.batch_size": rows, "train.microbatch_size": 1}
+    if "total_steps" not in config.get("train", {}):
+        usual["train.epochs"] = 1
     return filled(config.get("method", {}).get("name", "sft"), usual, config, context)
 
 

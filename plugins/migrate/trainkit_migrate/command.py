@@ -47,7 +47,9 @@ def migrate(
         typer.echo(to_yaml(found.config), nl=False)
         refused = len(found.refused)
     else:
-        name, sections = recognised(given, config_class)
+        name, sections, told = recognised(given, config_class)
+        if told:
+            typer.echo(printable(f"{file}: {told}"), err=True)
         refused = _print_translated(file, name, sections, processes)
     if refused:
         raise typer.Exit(1)

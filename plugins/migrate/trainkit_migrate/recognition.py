@@ -25,8 +25,8 @@ OLDER = {"evaluation_strategy", "max_seq_length", "gradient_checkpointing_use_re
 """Fields by which files of TRL 0.8 are told from later ones that have the same fields otherwise."""
 
 
-def recognised(given: Mapping[str, Any], cls: str = "") -> tuple[str, dict[str, Any]]:
-    """Return the framework of a configuration file, and its sections as `translate` takes them.
+def recognised(given: Mapping[str, Any], cls: str = "") -> tuple[str, dict[str, Any], str]:
+    """Return the framework of a configuration file, its sections as `translate` takes them, and what it may be instead.
 
     Files of trlX and ddpo-pytorch have sections; those of accelerate, DeepSpeed and axolotl have fields that no other
     has. The fields of TRL and async_rlhf are in no section; what they have in common does not say which class they are
@@ -45,12 +45,14 @@ def recognised(given: Mapping[str, Any], cls: str = "") -> tuple[str, dict[str, 
     for name, fields in MARKS.items():
         if not cls and any(each <= given.keys() for each in fields):
             renamed = getattr(framework(name).functions, "RENAMED", {})
-            return name, {renamed.get(field, field): value for field, value in given.items()}
+            return name, {renamed.get(field, field): value for field, value in given.items()}, ""
     without_adapter = [each for each in FRAMEWORKS if not framework(each).adapter]
     classes = {known: each for each in without_adapter for known in getattr(framework(each).functions, "METHODS", {})}
     if cls and cls not in classes:
         raise ConfigError(f"given the class {cls!r}{suggest(cls, classes)}; known are {', '.join(classes)}")
-    names = [cls] if cls else _candidates(given, classes)
+    most = [cls] if cls else _candidates(given, classes)
+    older = [name for name in most if classes[name] == "trl_cli"]
+    names = older if older and OLDER & given.keys() else [name for name in most if name not in older] or older
     if not names:
         raise ConfigError(
             f"the file is of no framework that is known; given {', '.join(map(str, given))}. {READ}; trainkit config "
@@ -65,7 +67,9 @@ def recognised(given: Mapping[str, Any], cls: str = "") -> tuple[str, dict[str, 
     sections: dict[str, Any] = {names[0]: {}}
     for field, value in given.items():
         sections.setdefault(_home(str(field), names[0], about), {})[field] = value
-    return classes[names[0]], sections
+    other = next((name for name in older if name not in names), "")
+    told = f"read as {names[0]} of TRL 1.x; a file of TRL 0.8 needs --config-class {other}" if other else ""
+    return classes[names[0]], sections, told
 
 
 def _candidates(given: Mapping[str, Any], classes: Mapping[str, str]) -> list[str]:
@@ -76,9 +80,7 @@ def _candidates(given: Mapping[str, Any], classes: Mapping[str, str]) -> list[st
         return sum(f"{_home(field, cls, about)}.{field}" in about.settings for field in given)
 
     most = max(map(known, classes), default=0)
-    found = [cls for cls in classes if most and known(cls) == most]
-    older = [cls for cls in found if classes[cls] == "trl_cli"]
-    return older if older and OLDER & given.keys() else [cls for cls in found if cls not in older] or older
+    return [cls for cls in classes if most and known(cls) == most]
 
 
 def _home(field: str, cls: str, about: Framework) -> str:

@@ -202,8 +202,8 @@ def deepspeed(value: Any, context: Context) -> Settings:
     """Return the sharding that a configuration of DeepSpeed asks for."""
     if not isinstance(value, dict):
         raise RefusedError(
-            f"given {value!r}, which trainkit does not read; write train.sharding: zero2 or zero3, by the stage in it, "
-            f"and {LAUNCH}"
+            f"given {value!r}, which trainkit migrate translates by itself; write train.sharding: zero2 or zero3, by "
+            f"the stage in it, and {LAUNCH}"
         )
     zero = value.get("zero_optimization", {})
     if any(str(zero.get(name, {}).get("device", "none")) != "none" for name in ("offload_optimizer", "offload_param")):
