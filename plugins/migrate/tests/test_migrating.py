@@ -676,7 +676,7 @@ def test_a_script_of_async_rlhf_is_recognised(tmp_path: Path) -> None:
     result = migrated(
         tmp_path, text + "from trl.trainer.rloo_trainer import RLOOConfig\nRLOOConfig(rloo_k=4)\n", "a.py"
     )
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 1, result.output  # repeat_generator has no counterpart
     assert yaml.safe_load(result.stdout)["method"] == {"name": "rloo", "rloo_k": 4, "rloo_epochs": 4}
     assert "a.py:2: src.utils.prepare_deepspeed: its place has train.sharding" in result.stderr
     assert "a.py:2: src.utils.repeat_generator: the loop of trainkit passes over the prompts" in result.stderr

@@ -227,9 +227,14 @@ def test_modules_below_those_without_counterpart_have_their_advice() -> None:
     first, second = rewritten(script).refused
     assert "write the search space as a sweep of trainkit" in first
     assert "trainkit has no NeMo" in second
-    for module, told in (("ray_tune.wandb", "start it with trainkit sweep"), ("sweep.x", "trainkit sweep")):
+    for module, told in (
+        ("trainkit_trlx.ray_tune.wandb", "start it with trainkit sweep"),
+        ("trainkit_trlx.sweep.x", "trainkit sweep"),
+        ("trainkit_trl.commands.cli", "trainkit train"),
+        ("trainkit_trl.trainer.base", "trainkit.AccelerateRLTrainer"),
+    ):
         with pytest.raises(ImportError, match=told):
-            importlib.import_module(f"trainkit_trlx.{module}")
+            importlib.import_module(module)
 
 
 @table(

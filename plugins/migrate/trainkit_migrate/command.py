@@ -130,7 +130,7 @@ def _print_configured(file: Path, found: Configured, processes: int) -> None:
     if not found.configs:
         told = "makes no configuration; give the YAML file with its fields to trainkit migrate"
         typer.echo(printable(f"{file}: {told}"), err=True)
-    refused = 0
+    refused = found.refused
     for number, sections in enumerate(found.configs):
         typer.echo("---\n" if number else "", nl=False)
         refused += _print_translated(file, found.framework, sections, processes)

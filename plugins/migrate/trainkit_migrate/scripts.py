@@ -64,6 +64,8 @@ class Configured:
     """The fields of each, by the class that has them."""
     changes: list[str] = field(default_factory=list)
     """What becomes of the names that it imports and of values that it computes, each after its line."""
+    refused: int = 0
+    """How many of the names have no counterpart."""
 
 
 def configured(text: str) -> Configured | None:
@@ -84,6 +86,7 @@ def configured(text: str) -> Configured | None:
         found = Configured(name)
         for path in known:
             found.changes.append(f"{imported[path]}: {path}: {instead(name, path)}")
+            found.refused += about.names[path].kind == "refused"
         _read_calls(tree, about, found)
         return found
     return _read_functions(tree, imported)
