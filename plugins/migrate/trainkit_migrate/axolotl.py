@@ -70,8 +70,10 @@ def adapter(value: Any, context: Context) -> Settings:
     return {"model.peft_config": {"peft_type": "LORA", **settled}, **dropout}
 
 
-def precision(_value: Any, context: Context) -> Settings:
-    """Return the mixed precision; ``auto`` is bf16, which GPUs of today have."""
+def precision(value: Any, context: Context) -> Settings:
+    """Return the mixed precision."""
+    if value == "auto":
+        context.remarks.append("'auto' is bf16; for a GPU without it, write train.mixed_precision: fp16")
     on = {name: context.get(name, False) for name in ("bf16", "fp16")}
     return {"train.mixed_precision": next((name for name, given in on.items() if given), "no")}
 
