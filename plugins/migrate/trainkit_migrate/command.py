@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainkit.errors import ConfigError, describe, printable
-from trainkit.plain import read_yaml, to_yaml
 
 if TYPE_CHECKING:
     from trainkit_migrate import Configured, Translation
@@ -37,6 +36,7 @@ def migrate(
     if file.suffix == ".py":
         _migrate_script(file, processes)
         return
+    from trainkit.plain import to_yaml
     from trainkit_migrate import recognised
     from trainkit_migrate.sweeps import translate_sweep
 
@@ -61,6 +61,7 @@ def _read(file: Path) -> dict[str, Any]:
     Raises:
         ConfigError: it cannot be read, or is none.
     """
+    from trainkit.plain import read_yaml
     from trainkit_migrate.recognition import READ
 
     if file.suffix.lower() not in ("", ".yml", ".yaml", ".json"):
@@ -81,6 +82,7 @@ def _read(file: Path) -> dict[str, Any]:
 def _print_translated(file: Path, name: str, given: Mapping[str, Any], processes: int) -> int:
     """Print a configuration, and its remarks on standard error; return how many fields have no counterpart."""
     from trainkit.config import TRLConfig
+    from trainkit.plain import to_yaml
     from trainkit_migrate import translate
 
     found = translate(name, given, processes=processes)
