@@ -32,7 +32,7 @@ def zero(value: Any, context: Context) -> Settings:
     context.remarks.append(
         "it is train.sharding, by trainkit-deepspeed; fsdp2 trains every algorithm (docs/distributed.md)"
     )
-    return {"train.sharding": sharding(value)}
+    return {"train.sharding": sharding(value, context)}
 
 
 def clipping(value: Any, _context: Context) -> Settings:

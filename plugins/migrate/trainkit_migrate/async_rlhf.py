@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from trainkit_migrate.conversions import Context, Settings
-from trainkit_migrate.training_arguments import given, rows_of_a_step
+from trainkit_migrate.training_arguments import given, rows_of_a_step, steps_of_episodes
 
 METHODS = {"RLOOConfig": "rloo", "OnlineDPOConfig": "online_dpo"}
 
 
-def _step(context: Context) -> int:
-    """Return the responses of a step over all processes."""
+def _collection(mini_batches: int, context: Context) -> int:
+    """Return the responses of so many steps: a row of RLOO is a response, one of online DPO a prompt with k of them."""
     rows = given(context, "per_device_train_batch_size", 8) * given(context, "gradient_accumulation_steps", 1)
-    return int(rows * context.processes)
+    responses = given(context, "rloo_k", 2) if "OnlineDPOConfig" in context.given else 1
+    return int(rows * context.processes * mini_batches * responses)
 
 
 def implied(config: Settings, context: Context) -> Settings:
@@ -24,7 +24,7 @@ def implied(config: Settings, context: Context) -> Settings:
         return {}
     usual: Settings = {
         **rows_of_a_step(given(context, "per_device_train_batch_size", 8), context),
-        "rollout.num_rollouts": _step(context) * given(context, "num_mini_batches", 1),
+        "rollout.num_rollouts": _collection(given(context, "num_mini_batches", 1), context),
         "rollout.max_new_tokens": given(context, "response_length", 53),
         "rollout.temperature": given(context, "temperature", 0.7),
         "train.eval_interval": 0,
@@ -34,6 +34,8 @@ def implied(config: Settings, context: Context) -> Settings:
     }
     if name == "rloo":
         usual |= {"method.rloo_k": 2, "method.rloo_epochs": 4}
+    elif given(context, "vllm"):
+        usual |= staleness(given(context, "sync", False), context)
     return {
         "method.name": name,
         **{
@@ -44,13 +46,18 @@ def implied(config: Settings, context: Context) -> Settings:
 
 def collection(value: Any, context: Context) -> Settings:
     """Return the responses of a collection: those of so many steps."""
-    return {"rollout.num_rollouts": value * _step(context)}
+    return {"rollout.num_rollouts": _collection(value, context)}
 
 
 def episodes(value: Any, context: Context) -> Settings:
     """Return the steps in which so many responses are sampled and trained on."""
-    passes = given(context, "num_ppo_epochs", 4) if "RLOOConfig" in context.given else 1
-    return {"train.total_steps": math.ceil(value / _step(context)) * passes}
+    return {"train.total_steps": steps_of_episodes(value, context)}
+
+
+def policy(value: Any, context: Context) -> Settings:
+    """Return the model, of which the other name gives the tokenizer."""
+    other = given(context, "model_name_or_path", value)
+    return {"model.model_path": value, **({} if other == value else {"tokenizer.tokenizer_path": other})}
 
 
 def unfinished(value: Any, context: Context) -> Settings:
@@ -61,6 +68,6 @@ def unfinished(value: Any, context: Context) -> Settings:
     return {"method.missing_eos_score": float(given(context, "penalty_reward_value", -1))}
 
 
-def staleness(value: Any, _context: Context) -> Settings:
-    """Return how many collections old the weights may be that sample."""
-    return {"rollout.staleness": 0 if value else 1}
+def staleness(value: Any, context: Context) -> Settings:
+    """Return how many collections old the weights may be that sample; without vLLM they are the newest."""
+    return {"rollout.staleness": 0 if value or given(context, "vllm") is False else 1}

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainkit.errors import ConfigError, printable
+from trainkit.errors import ConfigError, describe, printable
 
 if TYPE_CHECKING:
-    from trainkit_migrate import Configured
+    from trainkit_migrate import Configured, Translation
 
 EXIT_OF_MIGRATE = "Exit code: 0 if all settings or names have a counterpart, 1 if one has none."
 WHAT = (
-    "A configuration (.yml) of trlX, TRL, async_rlhf, ddpo-pytorch or accelerate, or a script (.py) of trlX, TRL, "
-    "async_rlhf or ddpo-pytorch; docs/coming-from-*.md have the tables."
+    "A configuration (.yml, .json) of trlX, TRL, async_rlhf, ddpo-pytorch, axolotl, accelerate or DeepSpeed, a sweep "
+    "of trlX, or a script (.py) of trlX, TRL, async_rlhf or ddpo-pytorch; docs/coming-from-*.md have the tables."
 )
 
 
@@ -35,12 +36,47 @@ def migrate(
     if file.suffix == ".py":
         _migrate_script(file, processes)
         return
-    from trainkit.plain import read_yaml
+    from trainkit.plain import to_yaml
     from trainkit_migrate import recognised
+    from trainkit_migrate.sweeps import translate_sweep
 
-    name, sections = recognised(read_yaml(file), config_class)
-    if _print_translated(file, name, sections, processes):
+    given = _read(file)
+    if "tune_config" in given:
+        found = translate_sweep(given)
+        _print_remarks(file, found)
+        typer.echo(to_yaml(found.config), nl=False)
+        refused = len(found.refused)
+    else:
+        name, sections, told = recognised(given, config_class)
+        if told:
+            typer.echo(printable(f"{file}: {told}"), err=True)
+        refused = _print_translated(file, name, sections, processes)
+    if refused:
         raise typer.Exit(1)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Return the content of a configuration, which has to be a mapping.
+
+    Raises:
+        ConfigError: it cannot be read, or is none.
+    """
+    from trainkit.plain import read_yaml
+    from trainkit_migrate.recognition import READ
+
+    if file.suffix.lower() not in ("", ".yml", ".yaml", ".json"):
+        raise ConfigError(f"cannot read {str(file)!r}, which ends in {file.suffix!r}; {READ}")
+    try:
+        if file.suffix.lower() != ".json" or not file.is_file():
+            return read_yaml(file)
+        given = json.loads(file.read_text(encoding="utf-8"))
+    except ConfigError as error:
+        raise ConfigError(f"{str(error).replace(', such as `method: ppo`', '')}; {READ}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is not valid JSON: {error}; {READ}") from None
+    if not isinstance(given, dict):
+        raise ConfigError(f"{file} should hold a mapping; it holds {describe(given)}; {READ}")
+    return given
 
 
 def _print_translated(file: Path, name: str, given: Mapping[str, Any], processes: int) -> int:
@@ -50,16 +86,21 @@ def _print_translated(file: Path, name: str, given: Mapping[str, Any], processes
     from trainkit_migrate import translate
 
     found = translate(name, given, processes=processes)
+    _print_remarks(file, found)
+    if not found.refused:
+        TRLConfig.from_dict({"method": "sft", **found.config})
+    typer.echo(to_yaml({name: found.config[name] for name in TRLConfig.model_fields if name in found.config}), nl=False)
+    return len(found.refused)
+
+
+def _print_remarks(file: Path, found: Translation) -> None:
+    """Print the remarks about fields on standard error."""
     for remark in found.remarks:
         typer.echo(printable(f"{file}: {remark}"), err=True)
     for remark in found.overrides:
         typer.echo(printable(f"{file}: {remark.field} is set by a trainer of your own: {remark.text}"), err=True)
     for remark in found.refused:
         typer.echo(printable(f"{file}: {remark.field} has no counterpart: {remark.text}"), err=True)
-    if not found.refused:
-        TRLConfig.from_dict({"method": "sft", **found.config})
-    typer.echo(to_yaml({name: found.config[name] for name in TRLConfig.model_fields if name in found.config}), nl=False)
-    return len(found.refused)
 
 
 def _migrate_script(file: Path, processes: int) -> None:
@@ -71,7 +112,7 @@ def _migrate_script(file: Path, processes: int) -> None:
         text = file.read_text(encoding="utf-8")
         without_adapter = configured(text)
         found = None if without_adapter else rewritten(text)
-    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+    except (OSError, SyntaxError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read the script {str(file)!r}: {error}") from None
     if without_adapter:
         _print_configured(file, without_adapter, processes)
@@ -91,7 +132,7 @@ def _print_configured(file: Path, found: Configured, processes: int) -> None:
     if not found.configs:
         told = "makes no configuration; give the YAML file with its fields to trainkit migrate"
         typer.echo(printable(f"{file}: {told}"), err=True)
-    refused = 0
+    refused = found.refused
     for number, sections in enumerate(found.configs):
         typer.echo("---\n" if number else "", nl=False)
         refused += _print_translated(file, found.framework, sections, processes)

@@ -6,45 +6,70 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainkit.errors import ConfigError, suggest
+from trainkit.plugins import available_trainers
 from trainkit_migrate.tables import FRAMEWORKS, Framework, framework
 
+READ = (
+    "trainkit migrate reads configurations of trlX, TRL, async_rlhf, ddpo-pytorch, axolotl, accelerate and DeepSpeed "
+    "(.yml, .yaml, .json), sweeps of trlX, and scripts (.py)"
+)
+MARKS: dict[str, tuple[set[str], ...]] = {
+    "trlx": ({"method", "model"}, {"method", "train"}, {"method", "tokenizer"}),
+    "ddpo_pytorch": ({"sample"}, {"pretrained", "train"}),
+    "accelerate": ({"distributed_type"}, {"compute_environment"}),
+    "deepspeed": ({"zero_optimization"}, {"train_micro_batch_size_per_gpu"}),
+    "axolotl": ({"base_model"},),
+}
+"""Fields by which files of a framework are recognised; those of one set are enough."""
+OLDER = {"evaluation_strategy", "max_seq_length", "gradient_checkpointing_use_reentrant"}
+"""Fields by which files of TRL 0.8 are told from later ones that have the same fields otherwise."""
 
-def recognised(given: Mapping[str, Any], cls: str = "") -> tuple[str, dict[str, Any]]:
-    """Return the framework of a configuration file, and its sections as `translate` takes them.
 
-    Files of trlX and ddpo-pytorch have sections, one of accelerate the field ``distributed_type``. The fields of TRL
-    and async_rlhf are in no section; what they have in common does not say which class they are of.
+def recognised(given: Mapping[str, Any], cls: str = "") -> tuple[str, dict[str, Any], str]:
+    """Return the framework of a configuration file, its sections as `translate` takes them, and what it may be instead.
+
+    Files of trlX and ddpo-pytorch have sections; those of accelerate, DeepSpeed and axolotl have fields that no other
+    has. The fields of TRL and async_rlhf are in no section; what they have in common does not say which class they are
+    of. Those that TRL 0.8 and 1.x have in common are taken as 1.x.
 
     Args:
         given: the content of the file.
         cls: the class of its fields, such as ``DPOConfig``.
 
     Raises:
-        ConfigError: there is no such class, no class has these fields, or several have.
+        ConfigError: there is no such class, no class has these fields, several have, or it is a file of trainkit.
     """
-    if "method" in given and {"model", "train", "tokenizer"} & given.keys():
-        return "trlx", dict(given)
-    if "sample" in given or {"pretrained", "train"} <= given.keys():
-        return "ddpo_pytorch", dict(given)
-    if "distributed_type" in given or "compute_environment" in given:
-        return "accelerate", dict(given)
+    method = given.get("method")
+    if isinstance(method, str) or (isinstance(method, Mapping) and str(method.get("name")) in available_trainers()):
+        raise ConfigError("the file is a configuration of trainkit already; trainkit config check FILE checks it")
+    for name, fields in MARKS.items():
+        if not cls and any(each <= given.keys() for each in fields):
+            renamed = getattr(framework(name).functions, "RENAMED", {})
+            return name, {renamed.get(field, field): value for field, value in given.items()}, ""
     without_adapter = [each for each in FRAMEWORKS if not framework(each).adapter]
     classes = {known: each for each in without_adapter for known in getattr(framework(each).functions, "METHODS", {})}
     if cls and cls not in classes:
         raise ConfigError(f"given the class {cls!r}{suggest(cls, classes)}; known are {', '.join(classes)}")
-    names = [cls] if cls else _candidates(given, classes)
-    if len(names) != 1:
-        known = ", ".join(names or classes)
+    most = [cls] if cls else _candidates(given, classes)
+    older = [name for name in most if classes[name] == "trl_cli"]
+    names = older if older and OLDER & given.keys() else [name for name in most if name not in older] or older
+    if not names:
         raise ConfigError(
-            "the file should have the sections of trlX (method, model, train) or ddpo-pytorch (sample, train), "
-            "distributed_type of accelerate, or the fields of one class of TRL or async_rlhf; given "
-            f"{', '.join(given)}; name the class by --config-class, which may be {known}"
+            f"the file is of no framework that is known; given {', '.join(map(str, given))}. {READ}; trainkit config "
+            "check FILE tells what settings of further frameworks are called in trainkit"
+        )
+    if len(names) > 1:
+        raise ConfigError(
+            "the file has no sections of trlX or ddpo-pytorch, and its fields are those of several classes; given "
+            f"{', '.join(map(str, given))}; name the class by --config-class, which may be {', '.join(names)}"
         )
     about = framework(classes[names[0]])
     sections: dict[str, Any] = {names[0]: {}}
     for field, value in given.items():
-        sections.setdefault(_home(field, names[0], about), {})[field] = value
-    return classes[names[0]], sections
+        sections.setdefault(_home(str(field), names[0], about), {})[field] = value
+    other = next((name for name in older if name not in names), "")
+    told = f"read as {names[0]} of TRL 1.x; a file of TRL 0.8 needs --config-class {other}" if other else ""
+    return classes[names[0]], sections, told
 
 
 def _candidates(given: Mapping[str, Any], classes: Mapping[str, str]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
@@ -12,7 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import ConfigError, suggest
-from trainkit_migrate.tables import FRAMEWORKS, Framework, framework, instead
+from trainkit_migrate.tables import FRAMEWORKS, Framework, advice, framework, generation, instead
+from trainkit_migrate.translation import translate, translate_sampling
+
+OBJECTS = ("callbacks", "data_collator", "trainer_kwargs")
+"""Fields of which the adapters take some values: hooks, collators that say what is trained on, a logit mask."""
 
 
 @dataclass
@@ -22,7 +27,7 @@ class Rewritten:
     text: str
     """The source."""
     refused: list[str] = field(default_factory=list)
-    """Names without counterpart, each after its line."""
+    """Names and settings without counterpart, each after its line."""
 
 
 def rewritten(text: str) -> Rewritten:
@@ -40,6 +45,9 @@ def rewritten(text: str) -> Rewritten:
                 for number in range(node.lineno - 1, node.end_lineno or node.lineno):
                     lines[number] = _changed(lines[number], about)
                 found.refused += _missing(node, name)
+        if "".join(lines) != found.text:
+            found.refused += _refused_settings(ast.parse(text), name)
+            found.text = "".join(lines)
     found.text = "".join(lines)
     if found.text == before:
         raise ConfigError(f"the script imports none of {', '.join(about.package for about in adapted.values())}")
@@ -56,6 +64,8 @@ class Configured:
     """The fields of each, by the class that has them."""
     changes: list[str] = field(default_factory=list)
     """What becomes of the names that it imports and of values that it computes, each after its line."""
+    refused: int = 0
+    """How many of the names have no counterpart."""
 
 
 def configured(text: str) -> Configured | None:
@@ -76,6 +86,7 @@ def configured(text: str) -> Configured | None:
         found = Configured(name)
         for path in known:
             found.changes.append(f"{imported[path]}: {path}: {instead(name, path)}")
+            found.refused += about.names[path].kind == "refused"
         _read_calls(tree, about, found)
         return found
     return _read_functions(tree, imported)
@@ -180,6 +191,98 @@ def _read_arguments(call: ast.Call, cls: str, about: Framework, found: Configure
     return given
 
 
+def _refused_settings(tree: ast.AST, name: str) -> Iterator[str]:
+    """Yield the settings that a script writes out and a run of the adapter would refuse, each after its line."""
+    about, seen = framework(name), set[int]()
+    homes = {path.partition(".")[0] for path in about.settings}
+    sections = getattr(about.functions, "SECTIONS", {each: each for each in homes})
+    for node in ast.walk(tree):
+        given: dict[str, ast.expr] = {}
+        called = node.func if isinstance(node, ast.Call) else None
+        cls = getattr(called, "id", getattr(called, "attr", ""))
+        if isinstance(node, ast.Call) and cls in sections:
+            given = {f"{sections[cls]}.{each.arg}": each.value for each in node.keywords if each.arg}
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
+            path = ".".join(ast.unparse(node.targets[0]).split(".")[-2:])
+            given = {path: node.value} if path in about.settings else {}
+        elif isinstance(node, ast.Dict):
+            keys = [(key.value, value) for key, value in _items(node) if str(key.value).split(".")[0] in homes]
+            given = {str(path): value for path, value in keys}
+        if given and id(node) not in seen:
+            seen |= {id(each) for each in ast.walk(node)}
+            yield from _refused_of(given, about, name)
+    for node in ast.walk(tree):
+        if id(node) not in seen and isinstance(node, ast.Dict | ast.Call):
+            yield from _refused_sampling(node)
+
+
+def _refused_of(given: Mapping[str, ast.expr], about: Framework, name: str) -> Iterator[str]:
+    settled, computed = dict[str, Any](), list[str]()
+    for path, value in given.items():
+        try:
+            settled[path] = _literal(value)
+        except ValueError:
+            computed.append(path)
+    for path in computed:
+        setting = about.settings.get(path)
+        if setting and setting.refused and not setting.unless and path.rpartition(".")[2] not in OBJECTS:
+            yield f"{given[path].lineno}: {path} has no counterpart: {setting.refused}"
+    parts = {about.settings[path].part_of for path in computed if path in about.settings}
+    for remark in translate(name, _nested(settled), rows=1).refused:
+        path = next((path for path in given if remark.field == path or remark.field.startswith(f"{path}.")), "")
+        if (
+            remark.field not in parts
+            and path
+            and path.rpartition(".")[2] not in OBJECTS
+            and _known(remark.field, about)
+        ):
+            yield f"{given[path].lineno}: {remark.field} has no counterpart: {remark.text}"
+
+
+def _known(path: str, about: Framework) -> bool:
+    """Return whether a table has a field; fields of a user's own method are not in it."""
+    return any(each in about.settings for each in (path, f"{path.rpartition('.')[0]}.*"))
+
+
+def _refused_sampling(node: ast.Dict | ast.Call) -> Iterator[str]:
+    """Yield the arguments of `generate` that are refused, in a mapping of them or a call of a trainer."""
+    given = dict[str, ast.expr]()
+    if isinstance(node, ast.Dict) or ast.unparse(node.func) == "dict":
+        given = {str(key.value): value for key, value in _items(node)}
+        given = given if given.keys() <= generation().settings.keys() else {}
+    elif ast.unparse(node.func).lower().endswith("trainer.generate"):
+        given = {str(each.arg): each.value for each in node.keywords if each.arg in generation().settings}
+    for field_name, value in given.items():
+        try:
+            literal = _literal(value)
+        except ValueError:
+            continue
+        for remark in translate_sampling({field_name: literal}).refused:
+            yield f"{value.lineno}: {remark.field} has no counterpart: {remark.text}"
+
+
+def _items(node: ast.Dict | ast.Call) -> list[tuple[ast.Constant, ast.expr]]:
+    """Return the items of a mapping whose keys are written out."""
+    if isinstance(node, ast.Call):
+        return [(ast.Constant(each.arg), each.value) for each in node.keywords if each.arg]
+    return [(key, value) for key, value in zip(node.keys, node.values, strict=True) if isinstance(key, ast.Constant)]
+
+
+def _literal(node: ast.expr) -> Any:
+    """Return the value of an expression; of mappings, the items that are written out.
+
+    Raises:
+        ValueError: it is computed.
+    """
+    if not (isinstance(node, ast.Dict) or (isinstance(node, ast.Call) and ast.unparse(node.func) == "dict")):
+        return ast.literal_eval(node)
+    found = {}
+    for key, value in _items(node):
+        with suppress(ValueError):
+            found[key.value] = _literal(value)
+    return found
+
+
 def _changed(line: str, about: Framework) -> str:
     """Return a line of an import statement with the package of the adapter; the name that it binds stays."""
     package, adapter = about.package, about.adapter
@@ -198,7 +301,7 @@ def _missing(node: ast.Import | ast.ImportFrom, peer: str) -> Iterator[str]:
             continue
         known = _names(module.replace(about.package, about.adapter, 1))
         if known is None:
-            reasons = [instead(peer, module), *(instead(peer, f"{module}.{name}") for name in names)]
+            reasons = [each for name in names if (each := instead(peer, f"{module}.{name}"))] or advice(peer, module)
             yield f"{node.lineno}: {about.adapter} has no module {module.partition('.')[2]!r}{_because(reasons)}"
             continue
         for name in names:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import trainkit_migrate.training_arguments as training_arguments
 from trainkit.errors import ConfigError
 
-FRAMEWORKS = ("trlx", "trl", "trl1", "async_rlhf", "ddpo_pytorch", "accelerate")
+FRAMEWORKS = ("trlx", "trl", "trl_cli", "trl1", "async_rlhf", "ddpo_pytorch", "accelerate", "deepspeed", "axolotl")
 """The frameworks that have a table."""
 Kind = Literal["mapped", "equivalent", "without effect", "refused"]
 OTHERS: tuple[Kind, ...] = ("equivalent", "without effect", "refused")
@@ -123,8 +123,9 @@ def framework(name: str) -> Framework:
 
 def _shared(file: str, cls: str) -> dict[str, dict[str, Any]]:
     """Return the fields of a table as those of a class."""
+    at = f"{cls}." if cls else ""
     return {
-        f"{cls}.{name}": {**about, **({"part_of": f"{cls}.{about['part_of']}"} if "part_of" in about else {})}
+        f"{at}{name}": {**about, **({"part_of": f"{at}{about['part_of']}"} if "part_of" in about else {})}
         for name, about in _read(f"{file}.toml").items()
     }
 
@@ -155,6 +156,19 @@ def instead(name: str, path: str) -> str:
     if found is None or found.kind == "mapped":
         return ""
     return f"its place has {found.text}" if found.kind == "equivalent" else found.text
+
+
+def advice(name: str, module: str) -> list[str]:
+    """Return what to use instead of a module of a framework: of itself, of modules above it, and of names in it.
+
+    Args:
+        name: the framework.
+        module: the dotted path of the module there.
+    """
+    names = framework(name).names
+    above = [path for path in names if module == path or module.startswith(f"{path}.")]
+    paths = above or [path for path in names if path.startswith(f"{module}.")]
+    return list(dict.fromkeys(filter(None, (instead(name, path) for path in paths))))
 
 
 def refusing(module: str) -> Callable[[str], Any]:
@@ -196,9 +210,7 @@ class _Absent(MetaPathFinder):
             return
         about = next(name for name in FRAMEWORKS if framework(name).adapter == self.package)
         place = fullname.replace(self.package, framework(about).package, 1)
-        paths = [path for path in framework(about).names if path == place or path.startswith(f"{place}.")]
-        said = dict.fromkeys(filter(None, (instead(about, path) for path in paths)))
-        if said:
+        if said := advice(about, place):
             raise ImportError(f"there is no module {fullname!r}: {'; '.join(said)}", name=fullname)
 
 

@@ -14,12 +14,17 @@ SCHEDULES = (
     "warmup_stable_decay",
 )  # fmt: skip
 OPTIMIZERS = ("sgd", "adafactor", "adagrad", "rmsprop")
+WITHOUT_DROPOUT = (
+    "DPOConfig", "KTOConfig", "ORPOConfig", "CPOConfig", "RewardConfig", "OnlineDPOConfig", "DpoScriptArguments",
+)  # fmt: skip
+"""Classes whose trainers switch dropout off unless they are told otherwise."""
 PLAIN = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw")
 
 
 def given(context: Context, name: str, default: Any = None) -> Any:
-    """Return a field of whichever class has it."""
-    return next((found for each in context.given if (found := context.get(f"{each}.{name}")) is not None), default)
+    """Return a field of whichever class has it, or of a file without classes."""
+    paths = (name, *(f"{each}.{name}" for each in context.given))
+    return next((found for path in paths if (found := context.get(path)) is not None), default)
 
 
 def _rows_of_a_step(context: Context) -> int:
@@ -35,7 +40,15 @@ def _steps_of_an_epoch(context: Context, instead: str) -> int:
 
 def _total_steps(context: Context, instead: str) -> int:
     most = int(given(context, "max_steps", -1))
+    if most <= 0 and (episodes := given(context, "total_episodes")):
+        return steps_of_episodes(episodes, context)
     return most if most > 0 else math.ceil(given(context, "num_train_epochs", 3) * _steps_of_an_epoch(context, instead))
+
+
+def steps_of_episodes(episodes: int, context: Context) -> int:
+    """Return the steps in which so many responses, or prompts with a pair of responses each, are trained on."""
+    passes = given(context, "num_ppo_epochs", 4) if "RLOOConfig" in context.given else 1
+    return int(math.ceil(episodes / _rows_of_a_step(context)) * passes)
 
 
 def _between(when: str, number: Any, context: Context, instead: str) -> int:
@@ -178,8 +191,10 @@ def published(value: Any, context: Context) -> Settings:
     return {"train.push_to_hub": name}
 
 
-def sharding(stage: Any) -> str:
-    """Return the sharding that a stage of DeepSpeed's ZeRO is."""
+def sharding(stage: Any, context: Context) -> str:
+    """Return the sharding that a stage of DeepSpeed's ZeRO is; say that stage 1 becomes stage 2."""
+    if int(stage) == 1:
+        context.remarks.append("stage 1 becomes zero2, which divides gradients as well and computes the same")
     return {0: "none", 1: "zero2", 2: "zero2"}.get(int(stage), "zero3")
 
 
@@ -187,14 +202,14 @@ def deepspeed(value: Any, context: Context) -> Settings:
     """Return the sharding that a configuration of DeepSpeed asks for."""
     if not isinstance(value, dict):
         raise RefusedError(
-            f"given {value!r}, which trainkit does not read; write train.sharding: zero2 or zero3, by the stage in it, "
-            f"and {LAUNCH}"
+            f"given {value!r}, which trainkit migrate translates by itself; write train.sharding: zero2 or zero3, by "
+            f"the stage in it, and {LAUNCH}"
         )
     zero = value.get("zero_optimization", {})
     if any(str(zero.get(name, {}).get("device", "none")) != "none" for name in ("offload_optimizer", "offload_param")):
         raise RefusedError("nothing is offloaded to the CPU; divide the model among more GPUs: train.sharding: fsdp2")
     context.remarks.append(f"of it, only the stage is taken over, as train.sharding; {LAUNCH}")
-    return {"train.sharding": sharding(zero.get("stage", 0))}
+    return {"train.sharding": sharding(zero.get("stage", 0), context)}
 
 
 def fsdp(value: Any, context: Context) -> Settings:
@@ -247,4 +262,8 @@ def adapter(value: Any, context: Context) -> Settings:
     usual = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
     found = {ours: given(context, theirs, usual.get(ours)) for ours, theirs in names.items()}
     settled = {name: each for name, each in found.items() if each is not None}
-    return {"model.peft_config": {"peft_type": "LORA", **settled}}
+    if given(context, "disable_dropout", not context.given.keys().isdisjoint(WITHOUT_DROPOUT)):
+        settled.pop("lora_dropout")  # it switches off that of the adapter, too
+        return {"model.peft_config": {"peft_type": "LORA", **settled}}
+    dropout = {"model.disable_dropout": False} if settled.get("lora_dropout") else {}
+    return {"model.peft_config": {"peft_type": "LORA", **settled}, **dropout}

@@ -10,6 +10,9 @@ from trainkit.errors import describe, suggest
 from trainkit_migrate.conversions import Context, RefusedError
 from trainkit_migrate.tables import Framework, Setting, framework, generation
 
+UNREADABLE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
+"""What conversions raise for a value of another type."""
+
 
 @dataclass(frozen=True)
 class Remark:
@@ -61,8 +64,13 @@ def translate(name: str, given: Mapping[str, Any], *, processes: int = 1, rows: 
     about, found = framework(name), Translation()
     context = Context(given, processes, rows)
     _walk(about, given, "", context, found)
-    for path, value in about.functions.implied(found.config, context).items():
-        found.set(path, value)
+    try:
+        for path, value in about.functions.implied(found.config, context).items():
+            found.set(path, value)
+    except UNREADABLE as error:
+        if not found.refused:
+            found.refused.append(Remark("the file", f"has a value that cannot be converted ({error}); see the others"))
+    found.remarks += [Remark("not given", text) for text in context.remarks]
     found.config.pop("eval", None)
     return found
 
@@ -88,8 +96,9 @@ def _walk(about: Framework, given: Mapping[str, Any], at: str, context: Context,
         elif rest := about.settings.get(f"{at}*"):
             _apply(about, path, rest, value, context, found)
         elif value not in (None, {}, []):
+            section = any(key.startswith(f"{path}.") for key in order)
             unknown = f"{about.title}, {about.version}, has no such field{suggest(path, order)}"
-            found.refused.append(Remark(path, unknown))
+            found.refused.append(Remark(path, f"should be a mapping; given {describe(value)}" if section else unknown))
 
 
 def _apply(about: Framework, path: str, setting: Setting, value: Any, context: Context, found: Translation) -> None:
@@ -104,8 +113,10 @@ def _apply(about: Framework, path: str, setting: Setting, value: Any, context: C
         try:
             for key, settled in _converted(about, path, setting, value, context).items():
                 found.set(key, settled)
-        except RefusedError as reason:
-            found.refused.append(Remark(path, str(reason)))
+        except UNREADABLE as error:
+            odd = f"given {describe(value)}, or a field that goes with it, which {about.title} does not have so"
+            found.refused.append(Remark(path, str(error) if isinstance(error, RefusedError) else odd))
+            context.remarks.clear()
             return
         said = [*context.remarks, *([setting.note] if setting.note and matters else [])]
         context.remarks.clear()
@@ -118,6 +129,8 @@ def _converted(about: Framework, path: str, setting: Setting, value: Any, contex
     if setting.convert:
         return dict(about.function(setting.convert)(value, context))
     key = (setting.to or "").replace("*", path.rpartition(".")[2])
+    if value is None and (".kwargs." in key or (setting.values and "none" not in setting.values)):  # it is not set
+        return {}
     if not setting.values:
         return {key: value}
     word = str(value).lower()

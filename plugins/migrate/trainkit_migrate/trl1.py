@@ -26,24 +26,33 @@ def implied(config: Settings, context: Context) -> Settings:
     name = next((METHODS[each] for each in context.given if each in METHODS), None)
     if name is None:
         return {}
+    usual: Settings = {"optimizer.lr": RATES.get(name, 1e-6)}
+    if name in ("grpo", "rloo"):
+        rows = rows_of_a_step(given(context, "per_device_train_batch_size", 8), context)
+        usual |= {"rollout.num_rollouts": rows["train.batch_size"], "rollout.max_new_tokens": 256}
+        usual |= {"method.rloo_k": 2} if name == "rloo" else {}
+    else:
+        usual["train.seq_length"] = 1024
+    if name == "sft":
+        usual["model.disable_dropout"] = False
+    if name == "cpo":
+        usual["method.cpo_alpha"] = 1.0  # with the loss of SimPO too
+    return filled(name, usual, config, context)
+
+
+def filled(name: str, usual: Settings, config: Settings, context: Context) -> Settings:
+    """Return the method, and the defaults of it and of transformers, where a field is not given."""
     steps_given = given(context, "max_steps", -1) > 0
-    usual: Settings = {
+    usual = {
         **rows_of_a_step(given(context, "per_device_train_batch_size", 8), context),
-        **({} if steps_given else {"train.epochs": 3}),
+        **({} if steps_given or "total_steps" in config.get("train", {}) else {"train.epochs": 3}),
         "train.eval_interval": 0,
         "train.save_interval": 500,
         "train.seed": 42,
         "train.trackers": [],
-        "optimizer.lr": RATES.get(name, 1e-6),
         "scheduler.name": "linear",
+        **usual,
     }
-    if name in ("grpo", "rloo"):
-        usual |= {"rollout.num_rollouts": usual["train.batch_size"], "rollout.max_new_tokens": 256}
-        usual |= {"method.rloo_k": 2} if name == "rloo" else {}
-    else:
-        usual["train.seq_length"] = 1024
-    if name == "cpo":
-        usual["method.cpo_alpha"] = 1.0  # with the loss of SimPO too
     return {"method.name": name, **{path: value for path, value in usual.items() if not _has(config, path)}}
 
 

@@ -12,6 +12,18 @@ ONLINE = ("ppo", "rft")
 """Methods of trlX that sample what they train on."""
 METHODS = {"ppoconfig": "ppo", "ilqlconfig": "ilql", "sftconfig": "sft", "rftconfig": "rft"}
 
+SECTIONS = {
+    "TrainConfig": "train",
+    "ModelConfig": "model",
+    "TokenizerConfig": "tokenizer",
+    "OptimizerConfig": "optimizer",
+}
+SECTIONS |= {
+    "SchedulerConfig": "scheduler",
+    **dict.fromkeys(("PPOConfig", "ILQLConfig", "SFTConfig", "RFTConfig"), "method"),
+}
+"""The sections of the configuration by the classes that have their fields."""
+
 
 def _method(context: Context) -> str:
     """Return the method that the configuration names, in trainkit."""
@@ -91,6 +103,17 @@ def truncation(_value: Any, context: Context) -> Settings:
     return {"rollout.overlong_prompts": "truncate"} if _method(context) in ONLINE else {}
 
 
+def _truncated(context: Context) -> Settings:
+    """Return that prompts are truncated, as they are in trlX without a field for it, and say which end is lost."""
+    if context.get("tokenizer.truncation_side") or _method(context) not in ONLINE:
+        return {}
+    context.remarks.append(
+        "tokenizer.truncation_side is 'right' by default, and prompts that are too long lose their end; with "
+        "rollout.overlong_prompts: truncate they lose their beginning"
+    )
+    return {"overlong_prompts": "truncate"}
+
+
 def trackers(value: Any, context: Context) -> Settings:
     """Return the trackers, with the names that wandb takes; trlX gave none to TensorBoard."""
     if value is None:
@@ -114,7 +137,7 @@ def implied(config: Settings, context: Context) -> Settings:
     own: Settings = {"train.max_grad_norm": None}
     if _method(context) == "ppo":
         own["method.ratio_threshold"] = None
-    rollout = sampled(config, context)
+    rollout = {**sampled(config, context), **_truncated(context)}
     if _method(context) == "rft":
         shared = context.processes * context.get("method.n_generations_per_prompt", 32)
         rollout["num_rollouts"] = shared * math.ceil(128 / shared)

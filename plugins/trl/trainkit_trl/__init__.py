@@ -3,7 +3,7 @@
 Everything that computes is trainkit's.
 """
 
-from trainkit_migrate import refusing
+from trainkit_migrate import refuse_modules, refusing
 from trainkit_trl.commands.cli_utils import DpoScriptArguments, SftScriptArguments, TrlParser, init_zero_verbose
 from trainkit_trl.core import LengthSampler, set_seed
 from trainkit_trl.environment import TextEnvironment, TextHistory
@@ -106,3 +106,4 @@ __all__ = [
 ]
 
 __getattr__ = refusing(__name__)
+refuse_modules(__name__)
