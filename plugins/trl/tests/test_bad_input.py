@@ -25,6 +25,7 @@ from trainkit_trl import (
     set_seed,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:there is no dataset")
 TOKENIZER = character_tokenizer("abcdefgh")
 PAIRS = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 4
 

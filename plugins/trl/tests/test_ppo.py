@@ -25,6 +25,7 @@ from trainkit_trl.core import convert_to_scalar, flatten_dict, masked_mean, mask
 from trainkit_trl.trainer.ppo_trainer import _say_once
 
 LETTERS = "abcdefgh"
+pytestmark = pytest.mark.filterwarnings("ignore:there is no dataset")
 
 
 def collator(data: list[dict[str, Any]]) -> dict[str, list[Any]]:
