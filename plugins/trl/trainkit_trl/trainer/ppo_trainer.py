@@ -26,7 +26,7 @@ from trainkit_migrate import translate, translate_sampling
 from trainkit_trl.core import average_torch_dicts, convert_to_scalar, set_seed, stats_to_np
 from trainkit_trl.trainer.base import BaseTrainer
 from trainkit_trl.trainer.ppo_checks import check_ids, check_lists, check_masks, check_scores
-from trainkit_trl.trainer.ppo_config import PPOConfig
+from trainkit_trl.trainer.ppo_config import OF_0_7, PPOConfig
 from trainkit_trl.trainer.ppo_formulas import PPO, Controller
 from trainkit_trl.trainer.ppo_parts import Parts, described
 from trainkit_trl.trainer.utils import AdaptiveKLController, FixedKLController
@@ -59,6 +59,12 @@ STATISTICS = {
 """The names of TRL for metrics of trainkit."""
 VARIANCES = {"ppo/returns/var": "returns/std", "ppo/val/var": "values/std"}
 """The names of TRL for squares of metrics of trainkit."""
+
+FILLED = (
+    *("is_encoder_decoder", "is_peft_model", "backward_batch_size", "global_backward_batch_size", "global_batch_size"),
+    *("world_size", "exp_name", "steps", "model_name", "query_dataset", "reward_model"),
+)
+"""Settings that trainers fill in, or that only label a run."""
 
 
 class PPOTrainer(Parts, BaseTrainer):
@@ -484,13 +490,15 @@ def _say_once(text: str) -> None:
 
 def _translated(config: PPOConfig, model: Any, shared: int | None, *, own_optimizer: bool) -> trainkit.TRLConfig[Any]:
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    filled = ("is_encoder_decoder", "is_peft_model", "backward_batch_size", "exp_name", "steps", "model_name")
-    given = {name: value for name, value in asdict(config).items() if name not in filled}
+    given = {name: value for name, value in asdict(config).items() if name not in FILLED}
     found = translate("trl", {"PPOConfig": given}, processes=processes)
     if found.refused:
         raise ConfigError("settings of TRL without counterpart:\n  " + "\n  ".join(map(str, found.refused)))
     for remark in found.remarks:
         log.warning("%s", remark)
+    if usual := [name for name in OF_0_7 if getattr(config, name) == getattr(PPOConfig, name)]:
+        told = ", ".join(f"{name}={getattr(config, name)}, which was {OF_0_7[name]} in 0.7" for name in usual)
+        log.warning("PPOConfig has defaults of TRL 0.8: %s; write the values that you need", told)
     if own_optimizer:
         del found.config["optimizer"]
     settled = trainkit.default_config("ppo").evolve(**found.config)
