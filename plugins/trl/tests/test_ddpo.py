@@ -414,3 +414,71 @@ def test_what_has_no_effect_is_said(tmp_path: Path, caplog: pytest.LogCaptureFix
         made(tmp_path, project_kwargs={"logging_dir": "x"})
     assert "logging_dir has no effect: logs are in the directory of the run" in caplog.text
     assert translate("trl", {"DDPOConfig": dataclasses.asdict(settings(tmp_path))}).remarks == []
+
+
+# ----------------------------------------------------------------------------------------------------- overriding
+
+
+def weights(cls: type[DDPOTrainer], tmp_path: Path, **changes: Any) -> tuple[list[torch.Tensor], Any]:
+    """Return the weights after an epoch with a guided model, and the trainer."""
+    given = {"sample_guidance_scale": 2.0, "train_clip_range": 0.1, **changes}
+    trainer = cls(settings(tmp_path, **given), brightness, animal, pixels())
+    trainer.step(0, 0)
+    return [each.detach().clone() for each in trainer.sd_pipeline.parameters()], trainer
+
+
+@table("name", ["loss", "calculate_loss", "compute_rewards", "_setup_optimizer"])
+def test_a_method_that_calls_that_of_trl_trains_the_same(name: str, tmp_path: Path) -> None:
+    calls: list[Any] = []
+
+    def method(self: Any, *given: Any, **named: Any) -> Any:
+        calls.append((given, named))
+        return getattr(DDPOTrainer, name)(self, *given, **named)
+
+    cls = type("Own", (DDPOTrainer,), {name: method})
+    mine, _ = weights(cls, tmp_path / name)
+    theirs, _ = weights(DDPOTrainer, tmp_path / f"{name}-usual")
+    atol = 1e-4 if name == "_setup_optimizer" else 1e-6  # its AdamW is not fused, and rounds differently
+    assert all(torch.allclose(a, b, atol=atol) for a, b in zip(mine, theirs, strict=True))
+    given, named = calls[0]
+    if name == "compute_rewards":
+        assert len(calls) == 1
+        assert [(images.shape[0], len(prompts), len(metadata)) for images, prompts, metadata in given[0]] == [
+            (4,) * 3
+        ] * 2
+        assert named == {"is_async": False}
+    if name == "calculate_loss":
+        assert [each.shape[0] for each in given] == [4, 4, 4, 4, 4, 8]
+
+
+def test_what_methods_return_is_trained_on(tmp_path: Path) -> None:
+    class Own(DDPOTrainer):
+        def loss(self, advantages: Any, clip_range: float, ratio: Any) -> Any:
+            return super().loss(advantages, clip_range, ratio) * 0
+
+        def compute_rewards(self, prompt_image_pairs: Any, is_async: bool = False) -> Any:
+            return zip(*[(torch.arange(4), "mine") for _ in prompt_image_pairs], strict=True)
+
+        def _setup_optimizer(self, trainable_layers_parameters: Any) -> Any:
+            return torch.optim.SGD(trainable_layers_parameters, lr=0.5)
+
+    seen: list[Any] = []
+    found, trainer = weights(Own, tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(found, pixels().parameters(), strict=True))
+    assert isinstance(trainer.optimizer.optimizer, torch.optim.SGD)
+    trainer.image_samples_callback = lambda data, *_: seen.extend(data)
+    trainer.step(1, 2)
+    assert [(rewards.tolist(), told) for *_, rewards, told in seen] == [([0.0, 1.0, 2.0, 3.0], "mine")] * 2
+    trainer.compute_rewards = lambda pairs, is_async: ((torch.ones(3),) * 2, ((),) * 2)
+    with pytest.raises(RewardError, match=r"compute_rewards should return rewards of \[4, 4\] images .* \[3, 3\]"):
+        trainer.step(2, 4)
+    trainer.compute_rewards = lambda pairs, is_async: ((torch.ones(4),) * 2, ((),) * 2)
+    trainer.calculate_loss = lambda *_: torch.ones(())
+    with pytest.raises(ConfigError, match="calculate_loss should return loss, approx_kl and clipfrac"):
+        trainer.step(3, 6)
+
+
+@pytest.mark.parametrize("name", sorted(DDPOTrainer.not_called))
+def test_methods_that_are_not_called_cannot_be_overridden(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"Own overrides {name}, which trainkit does not call; "):
+        type("Own", (DDPOTrainer,), {name: lambda self: None})

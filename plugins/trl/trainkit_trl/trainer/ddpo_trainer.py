@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,20 +16,27 @@ from torch import Tensor
 import trainkit
 from trainkit import functional as F
 from trainkit import get_trainer, hookimpl
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, RewardError, describe
+from trainkit.metrics import Mean, Metrics
 from trainkit.runs import free_directory
 from trainkit_migrate import translate
 from trainkit_trl.core import set_seed
 from trainkit_trl.models.modeling_sd_base import DDPOStableDiffusionPipeline
+from trainkit_trl.trainer.base import BaseTrainer
 from trainkit_trl.trainer.ddpo_config import DDPOConfig
 
 log = logging.getLogger(__name__)
 LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "init_lora_weights": "gaussian"}
 """The adapter of TRL, on the attention of the network."""
+Trainer: Any = get_trainer("ddpo")
+BY_LOSS = "override calculate_loss or loss, which every step calls"
 
 
-class DDPOTrainer:
+class DDPOTrainer(BaseTrainer):
     """DDPO on images for the prompts of a function. ``trainer`` is the trainer of trainkit that computes.
+
+    Methods of TRL that a subclass overrides are called with what TRL gives them: `compute_rewards`, `calculate_loss`,
+    `loss` and `_setup_optimizer`. Those in ``not_called`` cannot be overridden.
 
     Args:
         config: the settings.
@@ -44,8 +51,22 @@ class DDPOTrainer:
     Raises:
         ValueError: an argument has another type than it should have, or the images of a collection are no whole number
             of steps.
-        ConfigError: a setting or the pipeline has no counterpart in trainkit; says what to write instead.
+        ConfigError: a setting or the pipeline has no counterpart in trainkit, or a method is overridden that is not
+            called; says what to write instead.
     """
+
+    not_called: ClassVar[Mapping[str, str]] = {
+        "_generate_samples": "subclass trainkit_ddpo.ImagePipeline for a model that samples otherwise",
+        "_train_batched_samples": BY_LOSS,
+        "_config_check": "check the configuration before you make the trainer",
+        "_save_model_hook": "checkpoints are trainkit's; override save_pretrained for what is exported",
+        "_load_model_hook": "checkpoints are trainkit's; load the model before you make the trainer",
+    }
+    card: ClassVar[dict[str, str]] = {
+        "library_name": "diffusers\npipeline_tag: text-to-image",
+        "tag": "ddpo",
+        "text": "A diffusion model, fine-tuned on rewards of its images by DDPO.",
+    }
 
     def __init__(
         self,
@@ -61,10 +82,11 @@ class DDPOTrainer:
         self.prompt_fn = self.prompt_function = prompt_function
         self.image_samples_callback = self.image_samples_hook = image_samples_hook
         model, adapter = _model(sd_pipeline)
-        settled = _translated(config).evolve(model={"peft_config": adapter})
+        own = self.overrides("_setup_optimizer")
+        settled = _translated(config, own_optimizer=own).evolve(model={"peft_config": adapter})
+        given = {"optimizer": self._setup_optimizer} if own else {}
         scored = _named(self._scored, reward_function)
-        make: Any = get_trainer("ddpo")
-        self.trainer = make(settled, model=model, reward_fn=scored, callbacks=[_Shown(self)])
+        self.trainer: Any = DDPO(settled, owner=self, model=model, reward_fn=scored, callbacks=[_Shown(self)], **given)
         declared = max(int(config.sample_num_steps * config.train_timestep_fraction), 1)
         rows = settled.train.batch_size // declared * self.trainer.steps_per_image  # without steps that add no noise
         self.trainer.config = settled.evolve(train={"batch_size": rows})
@@ -86,6 +108,23 @@ class DDPOTrainer:
     def optimizer(self) -> Any:
         """The optimizer."""
         return self.trainer.optimizer
+
+    @property
+    def autocast(self) -> Callable[[], Any]:
+        """What makes a context with the precision of the run."""
+        made: Callable[[], Any] = self.accelerator.autocast
+        return made
+
+    def _setup_optimizer(self, trainable_layers_parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """Return the optimizer of the configuration, for subclasses that return another."""
+        config = self.config
+        return torch.optim.AdamW(
+            trainable_layers_parameters,
+            lr=config.train_learning_rate,
+            betas=(config.train_adam_beta1, config.train_adam_beta2),
+            weight_decay=config.train_adam_weight_decay,
+            eps=config.train_adam_epsilon,
+        )
 
     @property
     def stat_tracker(self) -> Any:
@@ -127,7 +166,7 @@ class DDPOTrainer:
 
     @property
     def _images(self) -> int:
-        return self.config.sample_batch_size * self.config.sample_num_batches_per_epoch
+        return int(self.config.sample_batch_size * self.config.sample_num_batches_per_epoch)
 
     def _drawn(self, index: int) -> dict[str, Any]:
         found = self.prompt_fn()
@@ -143,7 +182,8 @@ class DDPOTrainer:
     def compute_rewards(self, prompt_image_pairs: Sequence[Any], is_async: bool = False) -> tuple[Any, Any]:
         """Return the rewards [B] of each batch, and the metadata of the reward function for each.
 
-        `step` calls it with one batch at a time, in threads if ``config.async_reward_computation`` is set.
+        `step` calls it with one batch at a time, in threads if ``config.async_reward_computation`` is set; where a
+        subclass overrides it, with all batches of a collection, as TRL does.
 
         Args:
             prompt_image_pairs: images, prompts and metadata of each batch.
@@ -164,6 +204,10 @@ class DDPOTrainer:
                 f"{type(found).__name__}"
             )
         return torch.as_tensor(found[0]), found[1]
+
+    def told(self, metadata: Sequence[Any]) -> None:
+        """Keep what `compute_rewards` has told of each batch of a collection, for the hook of the script."""
+        self._told = dict(enumerate(metadata))
 
     def _show(self, rollouts: list[Any]) -> None:
         """Call the hook of the script with the images of a collection."""
@@ -190,7 +234,7 @@ class DDPOTrainer:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the loss of denoising steps, ½ mean (log ρ)², and the share of ρ outside 1 ± ε.
 
-        `step` does not call it: trainkit's trainer computes a step.
+        `step` calls it if it, or `loss`, is overridden; otherwise trainkit's trainer computes the same.
 
         Args:
             latents: latents before the step [B, C, h, w].
@@ -216,27 +260,95 @@ class DDPOTrainer:
         return loss, 0.5 * (log_ratio**2).mean(), ((ratio - 1).abs() > clip_range).float().mean()
 
     def loss(self, advantages: Tensor, clip_range: float, ratio: Tensor) -> Tensor:
-        """Return the clipped surrogate, mean max(−A ρ, −A clip(ρ, 1 ± ε)). [B], [B] -> []. `step` does not call it."""
+        """Return the clipped surrogate, mean max(−A ρ, −A clip(ρ, 1 ± ε)). [B], [B] -> []."""
         return F.clipped_surrogate(ratio, advantages, cliprange=clip_range).mean()
-
-    # ------------------------------------------------------------------------------------------------------ saving
 
     def create_model_card(self, path: str | Path, model_name: str | None = "TRL DDPO Model") -> None:
         """Write a model card, README.md, to a directory."""
-        text = (
-            f"---\nlibrary_name: diffusers\npipeline_tag: text-to-image\ntags:\n- trainkit\n- ddpo\n---\n\n"
-            f"# {model_name}\n\nA diffusion model, fine-tuned on rewards of its images by DDPO.\n"
-        )
-        Path(path).mkdir(parents=True, exist_ok=True)
-        (Path(path) / "README.md").write_text(text, encoding="utf-8")
+        super().create_model_card(path, model_name)
 
-    def save_pretrained(self, save_directory: str | Path) -> None:
-        """Write the model with a model card; an adapter is merged into its weights."""
-        self.trainer.save_pretrained(save_directory)
 
-    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Publish what `save_pretrained` writes."""
-        return self.trainer.push_to_hub(repo_id, **kwargs)
+class DDPO(Trainer):  # type: ignore[misc]
+    """trainkit's DDPO with what a `DDPOTrainer` overrides.
+
+    Args:
+        *args: those of trainkit's trainer.
+        owner: the `DDPOTrainer`.
+        **kwargs: those of trainkit's trainer.
+    """
+
+    def __init__(self, *args: Any, owner: DDPOTrainer, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.owner = owner
+        self.negative: Tensor | None = None
+        """The encoded negative prompt [1, *], once it was needed."""
+
+    def begin_scoring(self) -> None:
+        """Begin a collection, which the owner scores if it has its own `compute_rewards`."""
+        if self.owner.overrides("compute_rewards"):
+            self.reward_caller = Together(self.owner)
+        super().begin_scoring()
+
+    def loss(self, batch: Any) -> tuple[Tensor, Metrics]:
+        """Return the loss and metrics, of the owner if it has its own."""
+        if not self.owner.overrides("loss", "calculate_loss"):
+            usual: tuple[Tensor, Metrics] = super().loss(batch)
+            return usual
+        embeds = batch.condition.rows
+        if self.unwrapped.guidance_scale != 1:
+            embeds = torch.cat([self._negative().to(embeds).expand_as(embeds), embeds])
+        timesteps = self.unwrapped.timesteps[batch.steps]
+        given = (batch.latents, timesteps, batch.next_latents, batch.old_logprobs, batch.advantages, embeds)
+        found = self.owner.calculate_loss(*given)
+        if not (isinstance(found, tuple) and len(found) == 3 and isinstance(found[0], Tensor)):
+            raise ConfigError(
+                f"calculate_loss should return loss, approx_kl and clipfrac; it returned {describe(found)}"
+            )
+        loss, approx_kl, clipfrac = (torch.as_tensor(each).reshape(()) for each in found)
+        count = len(batch)
+        return loss, {
+            "policy/approx_kl": Mean.of(approx_kl.expand(count)),
+            "policy/clipfrac": Mean.of(clipfrac.expand(count)),
+        }
+
+    def _negative(self) -> Tensor:
+        if self.negative is None:
+            with torch.no_grad():
+                self.negative = self.unwrapped.pipeline.encode([self.unwrapped.negative_prompt])
+        return self.negative
+
+
+class Together:
+    """Scores all batches of a collection in one call, of `DDPOTrainer.compute_rewards`."""
+
+    def __init__(self, owner: DDPOTrainer) -> None:
+        self.owner = owner
+        self.seconds: list[float] = []
+        """How long scoring has taken; not measured."""
+        self._batches: list[Any] = []
+        self._found: Sequence[Any] | None = None
+
+    def submit(self, rollouts: Any, step: int) -> Callable[[], Tensor]:
+        """Keep a batch, and return what gives its rewards."""
+        index = len(self._batches)
+        metadata = tuple(row["metadata"] for row in rollouts.rows)
+        self._batches.append([rollouts.images.clone(), tuple(rollouts.prompts), metadata])
+        return lambda: self._rewards()[index]
+
+    def _rewards(self) -> Sequence[Tensor]:
+        if self._found is None:
+            found = self.owner.compute_rewards(self._batches, is_async=self.owner.config.async_reward_computation)
+            rewards, told = (tuple(each) for each in found)
+            rewards = tuple(torch.as_tensor(each).cpu().float().flatten() for each in rewards)
+            wanted = [len(images) for images, *_ in self._batches]
+            if [len(each) for each in rewards] != wanted:
+                raise RewardError(
+                    f"compute_rewards should return rewards of {wanted} images in a batch each; it returned "
+                    f"{[len(each) for each in rewards]}"
+                )
+            self._found = rewards
+            self.owner.told(told)
+        return self._found
 
 
 class _Shown:
@@ -313,7 +425,7 @@ def _check(config: Any, reward_function: Any, prompt_function: Any, hook: Any) -
         )
 
 
-def _translated(config: DDPOConfig) -> trainkit.TRLConfig[Any]:
+def _translated(config: DDPOConfig, *, own_optimizer: bool) -> trainkit.TRLConfig[Any]:
     processes = int(os.environ.get("WORLD_SIZE", 1))
     found = translate(
         "trl",
@@ -326,6 +438,8 @@ def _translated(config: DDPOConfig) -> trainkit.TRLConfig[Any]:
         log.warning("%s", remark)
     if config.allow_tf32 and torch.cuda.is_available():
         torch.set_float32_matmul_precision("high")
+    if own_optimizer:
+        del found.config["optimizer"]
     train = found.config["train"]
     if train.get("resume") == "auto" and not [*Path(train["run_dir"]).glob("checkpoints/step_*")]:
         raise ValueError(f"resume_from is {config.resume_from!r}, where there is no checkpoint of a run of trainkit")
