@@ -318,6 +318,37 @@ def test_lora_weights_beside_a_model_of_trl_are_merged(stable_diffusion: str, tm
     assert not [name for name, _ in loaded.unet.named_parameters() if "lora_" in name]
 
 
+@pytest.mark.slow
+def test_a_loss_that_steps_with_the_scheduler_trains_the_same(stable_diffusion: str, tmp_path: Path) -> None:
+    """It is that of TRL, written with the parts of the pipeline."""
+
+    class Own(DDPOTrainer):
+        def calculate_loss(
+            self, latents: Any, timesteps: Any, next_latents: Any, log_probs: Any, advantages: Any, embeds: Any
+        ) -> Any:
+            with self.autocast():
+                noise = self.sd_pipeline.unet(torch.cat([latents] * 2), torch.cat([timesteps] * 2), embeds).sample
+            away, towards = noise.chunk(2)
+            noise = away + self.config.sample_guidance_scale * (towards - away)
+            step = self.sd_pipeline.scheduler_step(noise, timesteps, latents, eta=1.0, prev_sample=next_latents)
+            ratio = torch.exp(step.log_probs - log_probs)
+            return self.loss(advantages, self.config.train_clip_range, ratio), torch.zeros(()), torch.zeros(())
+
+    found = []
+    for cls in (Own, DDPOTrainer):
+        pipeline = DefaultDDPOStableDiffusionPipeline(stable_diffusion, use_lora=False)
+        trainer = cls(settings(tmp_path / cls.__name__, sample_guidance_scale=2.0), brightness, animal, pipeline)
+        trainer.step(0, 0)
+        found.append([each.detach().clone() for each in pipeline.unet.parameters()])
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*found, strict=True))
+    step = pipeline.scheduler_step(
+        torch.ones(2, 4, 4, 4), pipeline.scheduler.timesteps[[0, 0]], torch.ones(2, 4, 4, 4), 1.0
+    )
+    assert (step.latents.shape, step.log_probs.shape) == ((2, 4, 4, 4), (2,))
+    with pytest.raises(ValueError, match="timestep should be among"):
+        pipeline.scheduler_step(latents, first + 1, latents, 1.0)
+
+
 def test_without_diffusers_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "diffusers", None)
     with pytest.raises(ImportError, match=r"pip install 'trainkit-ddpo\[diffusers\]'; .*PixelPipeline"):
@@ -482,3 +513,14 @@ def test_what_methods_return_is_trained_on(tmp_path: Path) -> None:
 def test_methods_that_are_not_called_cannot_be_overridden(name: str) -> None:
     with pytest.raises(ConfigError, match=f"Own overrides {name}, which trainkit does not call; "):
         type("Own", (DDPOTrainer,), {name: lambda self: None})
+
+
+def test_attributes_that_are_not_there_say_what_to_use(tmp_path: Path) -> None:
+    trainer = made(tmp_path)
+    with pytest.raises(AttributeError, match=r"'DDPOTrainer' object has no attribute 'executor': compute_rew"):
+        trainer.executor  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no attribute '_generate_samples': subclass trainkit_ddpo.ImagePipeline"):
+        trainer._generate_samples()
+    with pytest.raises(AttributeError, match=r"no attribute 'get_trainable_layers': its place has model.peft_config"):
+        DDPOStableDiffusionPipeline().get_trainable_layers()
+    assert not hasattr(trainer, "unknown")

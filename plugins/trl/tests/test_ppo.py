@@ -23,6 +23,7 @@ from trainkit_trl import (
     set_seed,
 )
 from trainkit_trl.core import convert_to_scalar, flatten_dict, masked_mean, masked_var, masked_whiten, stats_to_np
+from trainkit_trl.models.modeling_value_head import ValueHead
 from trainkit_trl.trainer.ppo_trainer import _say_once
 
 LETTERS = "abcdefgh"
@@ -262,6 +263,9 @@ def test_what_trl_checks_is_checked(
         PPOTrainer(PPOConfig(), model, None, tokenizer, lr_scheduler=3)
     with pytest.raises(ValueError, match="push_to_hub_if_best_kwargs has no repo_id"):
         PPOConfig(push_to_hub_if_best_kwargs={"private": True})
+    assert (trainer.is_distributed, len(trainer.model_params), trainer.running.mean) == (False, 30, 0.0)
+    with pytest.raises(AttributeError, match=r"'PPOTrainer' object has no attribute 'current_step': use trainer"):
+        trainer.current_step  # noqa: B018
     with pytest.raises(ConfigError, match="PPOTrainer is not loaded from a directory; load the model from it"):
         PPOTrainer.from_pretrained("tuned")
 
@@ -305,6 +309,12 @@ def test_prompts_and_prefixes_are_trained(kind: str, made: Any, tmp_path: Any, m
 def test_every_setting_of_ppo_has_a_place() -> None:
     told = {path.partition(".")[2] for path in framework("trl").settings if path.startswith("PPOConfig.")}
     assert told == set(PPOConfig.__dataclass_fields__)
+
+
+def test_a_value_head_is_made_of_a_configuration() -> None:
+    head = ValueHead(GPT2Config(n_embd=8, summary_first_dropout=0.1), summary_dropout_prob=0.0)
+    assert head(torch.ones(2, 3, 8)).shape == (2, 3, 1)
+    assert ValueHead(GPT2Config(n_embd=8)).dropout.p == 0.1
 
 
 def test_functions_of_core() -> None:

@@ -166,10 +166,10 @@ def convert_to_scalar(stats: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def stats_to_np(stats: Mapping[str, Any]) -> dict[str, Any]:
+def stats_to_np(stats_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return statistics with tensors as arrays of NumPy."""
     found = {}
-    for key, value in stats.items():
+    for key, value in stats_dict.items():
         tensor = value.detach().cpu() if isinstance(value, torch.Tensor) else value
         if isinstance(tensor, torch.Tensor):
             tensor = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()

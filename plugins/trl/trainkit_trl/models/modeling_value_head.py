@@ -1,5 +1,30 @@
 """Models with a value head."""
 
-from trainkit.models import AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead, ValueHead
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from trainkit import models
+from trainkit.models import AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead
+from trainkit.models.value_head import state_width
 
 __all__ = ["AutoModelForCausalLMWithValueHead", "AutoModelForSeq2SeqLMWithValueHead", "ValueHead"]
+
+
+class ValueHead(models.ValueHead):
+    """A linear head for values of hidden states, [*, D] -> [*, 1].
+
+    Args:
+        config: the configuration of the model; ``summary_dropout_prob`` of it is the dropout.
+        **kwargs: ``summary_dropout_prob``, if the configuration has none; 0.1 by default.
+    """
+
+    def __init__(self, config: Any, **kwargs: Any) -> None:
+        dropout = getattr(config, "summary_dropout_prob", kwargs.get("summary_dropout_prob", 0.1))
+        super().__init__(state_width(config), deep=False, dropout=dropout or 0.0, start="default")
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return the values of hidden states."""
+        return super().forward(hidden_states).unsqueeze(-1)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 from trainkit.errors import ConfigError
-from trainkit_trl.trainer.overriding import Overridable
+from trainkit_trl.overriding import Overridable
 
 log = logging.getLogger(__name__)
 

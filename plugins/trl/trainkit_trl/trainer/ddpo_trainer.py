@@ -92,6 +92,7 @@ class DDPOTrainer(BaseTrainer):
         self.trainer.config = settled.evolve(train={"batch_size": rows})
         if isinstance(sd_pipeline, DDPOStableDiffusionPipeline):
             sd_pipeline._export = self.save_pretrained
+            sd_pipeline.scheduler.set_timesteps(config.sample_num_steps)
         self._told: dict[int, Any] = {}
         self._global_step, self._nowhere = 0, _Nowhere(self)
         set_seed(config.seed + self.accelerator.process_index)  # for the function of prompts

@@ -204,6 +204,21 @@ class PPOTrainer(Parts, BaseTrainer):
         return self.trainer.reference.policy.model
 
     @property
+    def is_distributed(self) -> bool:
+        """Whether there are several processes."""
+        return bool(self.accelerator.num_processes > 1)
+
+    @property
+    def model_params(self) -> list[torch.nn.Parameter]:
+        """The parameters that are trained."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    @property
+    def running(self) -> Any:
+        """Mean and deviation of all scores so far, with ``use_score_scaling``."""
+        return self.trainer.moments
+
+    @property
     def optional_peft_ctx(self) -> Callable[[], AbstractContextManager[Any]]:
         """What makes a context in which the model is the reference, if that is the model without its adapter."""
         return self.model.pretrained_model.disable_adapter if self.is_peft_model else nullcontext
