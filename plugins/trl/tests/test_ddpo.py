@@ -341,9 +341,8 @@ def test_a_loss_that_steps_with_the_scheduler_trains_the_same(stable_diffusion: 
         trainer.step(0, 0)
         found.append([each.detach().clone() for each in pipeline.unet.parameters()])
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*found, strict=True))
-    step = pipeline.scheduler_step(
-        torch.ones(2, 4, 4, 4), pipeline.scheduler.timesteps[[0, 0]], torch.ones(2, 4, 4, 4), 1.0
-    )
+    latents, first = torch.ones(2, 4, 4, 4), pipeline.scheduler.timesteps[[0, 0]]
+    step = pipeline.scheduler_step(latents, first, latents, 1.0)
     assert (step.latents.shape, step.log_probs.shape) == ((2, 4, 4, 4), (2,))
     with pytest.raises(ValueError, match="timestep should be among"):
         pipeline.scheduler_step(latents, first + 1, latents, 1.0)
