@@ -421,6 +421,23 @@ def test_wrong_arguments_are_told(tmp_path: Path) -> None:
         DDPOTrainer({}, brightness, animal, model)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="reward_function should be a function; given NoneType"):
         DDPOTrainer(config, None, animal, model)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="prompt_function is called without arguments, which it does not take"):
+        DDPOTrainer(config, brightness, lambda step: ("cat", {}), model)  # type: ignore[arg-type, misc]
+    with pytest.raises(ConfigError, match="DDPOTrainer takes no prompts"):
+        DDPOTrainer(config, brightness, animal, model, prompts=["cat"])
+    with pytest.raises(ConfigError, match="num_epochs of DDPOConfig should be an integer; given None"):
+        settings(tmp_path, num_epochs=None)
+    with pytest.raises(ValueError, match="train_batch_size should be 1 at least; given 0"):
+        made(tmp_path, train_batch_size=0)
+    trainer = made(tmp_path / "b")
+    with pytest.raises(ValueError, match="epoch and global_step should be integers; given None and 0"):
+        trainer.step(None, 0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="epochs should be an integer or None; given 'a'"):
+        trainer.train("a")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="a batch is a list of images, prompts and metadata; given 1"):
+        trainer.compute_rewards([1])
+    with pytest.raises(ValueError, match="pretrained_model_name should be a hub id or a directory; given None"):
+        DefaultDDPOStableDiffusionPipeline(None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="image_samples_hook should be a function"):
         DDPOTrainer(config, brightness, animal, model, image_samples_hook="x")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"subclass of trainkit_ddpo\.ImagePipeline"):

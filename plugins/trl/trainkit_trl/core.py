@@ -63,9 +63,15 @@ def set_seed(seed: int) -> None:
 
 
 class LengthSampler:
-    """Draws lengths from ``min_value`` to ``max_value - 1``, by the random numbers of NumPy."""
+    """Draws lengths from ``min_value`` to ``max_value - 1``, by the random numbers of NumPy.
+
+    Raises:
+        ValueError: there is no such length.
+    """
 
     def __init__(self, min_value: int, max_value: int) -> None:
+        if not (isinstance(min_value, int) and isinstance(max_value, int) and min_value < max_value):
+            raise ValueError(f"lengths are integers from min_value to max_value - 1; given {min_value}, {max_value}")
         self.values = list(range(min_value, max_value))
 
     def __call__(self) -> int:

@@ -13,8 +13,10 @@ from transformers.utils.hub import cached_file
 
 from trainkit_ddpo import ddim_mean, gaussian_logprob
 from trainkit_migrate import refusing
+from trainkit_trl.arguments import refuse_unknown
 from trainkit_trl.overriding import lacking
 
+PARTS = ("sd_pipeline", "unet", "vae", "tokenizer", "scheduler", "text_encoder")
 LORA_WEIGHTS, EXPORTED = "pytorch_lora_weights.safetensors", "trainkit.json"
 
 
@@ -93,7 +95,8 @@ class DDPOStableDiffusionPipeline:
         return nullcontext if self.use_lora else None
 
     def __getattr__(self, name: str) -> Any:
-        raise lacking(type(self), name)
+        said = "" if "sd_pipeline" in vars(self) else "it wraps sd_pipeline, a pipeline of diffusers, which is not set"
+        raise lacking(type(self), name, said if name in PARTS else "")
 
     def scheduler_step(
         self,
@@ -156,14 +159,25 @@ class DefaultDDPOStableDiffusionPipeline(DDPOStableDiffusionPipeline):
         pretrained_model_name: the hub id, or a directory. LoRA weights that TRL saved there are merged into the model.
         pretrained_model_revision: the revision on the hub.
         use_lora: whether `DDPOTrainer` trains a LoRA adapter, and not the whole network.
+        **unknown: other arguments are errors.
 
     Raises:
         ImportError: diffusers is not installed.
     """
 
     def __init__(
-        self, pretrained_model_name: str, *, pretrained_model_revision: str = "main", use_lora: bool = True
+        self,
+        pretrained_model_name: str,
+        *,
+        pretrained_model_revision: str = "main",
+        use_lora: bool = True,
+        **unknown: Any,
     ) -> None:
+        refuse_unknown(DefaultDDPOStableDiffusionPipeline, unknown)
+        if not isinstance(pretrained_model_name, str | Path):
+            raise ValueError(
+                f"pretrained_model_name should be a hub id or a directory; given {pretrained_model_name!r}"
+            )
         try:
             import diffusers
         except ImportError as error:

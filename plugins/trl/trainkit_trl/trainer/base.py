@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, describe
 from trainkit_trl.overriding import Overridable
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,12 @@ class BaseTrainer(Overridable):
         Args:
             repo_id: the repository; without an owner it is that of the token.
             **kwargs: ``private``, ``revision`` and ``token``.
+
+        Raises:
+            ConfigError: the name is none, or whose the token is is not known.
         """
+        if not isinstance(repo_id, str):
+            raise ConfigError(f"repo_id should be the name of a repository, as owner/name; given {describe(repo_id)}")
         if "/" not in repo_id:
             repo_id = f"{_owner(repo_id, kwargs.get('token'))}/{repo_id}"
         return self.trainer.push_to_hub(repo_id, **kwargs)

@@ -20,6 +20,7 @@ from trainkit.errors import ConfigError, RewardError, describe
 from trainkit.metrics import Mean, Metrics
 from trainkit.runs import free_directory
 from trainkit_migrate import translate
+from trainkit_trl.arguments import check_takes, refuse_unknown
 from trainkit_trl.core import set_seed
 from trainkit_trl.models.modeling_sd_base import DDPOStableDiffusionPipeline
 from trainkit_trl.trainer.base import BaseTrainer
@@ -47,6 +48,7 @@ class DDPOTrainer(BaseTrainer):
             `trainkit_ddpo.ImagePipeline`; trained in place.
         image_samples_hook: called in the main process with the images of a collection before it is trained on: a list
             of [images, prompts, their metadata, rewards, metadata of these] for each batch, the step, and a tracker.
+        **unknown: other arguments are errors.
 
     Raises:
         ValueError: an argument has another type than it should have, or the images of a collection are no whole number
@@ -75,7 +77,9 @@ class DDPOTrainer(BaseTrainer):
         prompt_function: Callable[[], tuple[str, Any]],
         sd_pipeline: Any,
         image_samples_hook: Callable[[Any, Any, Any], Any] | None = None,
+        **unknown: Any,
     ) -> None:
+        refuse_unknown(DDPOTrainer, unknown)
         _check(config, reward_function, prompt_function, image_samples_hook)
         self.config, self.sd_pipeline = config, sd_pipeline
         self.reward_fn = self.reward_function = reward_function
@@ -140,7 +144,13 @@ class DDPOTrainer(BaseTrainer):
     # --------------------------------------------------------------------------------------------------- training
 
     def train(self, epochs: int | None = None) -> None:
-        """Train for ``epochs``, or ``config.num_epochs``; a resumed run makes those that it lacks."""
+        """Train for ``epochs``, or ``config.num_epochs``; a resumed run makes those that it lacks.
+
+        Raises:
+            ValueError: ``epochs`` is no integer.
+        """
+        if not isinstance(epochs, int | None):
+            raise ValueError(f"epochs should be an integer or None; given {epochs!r}")
         global_step = int(self.trainer.progress.step)
         for epoch in range(self.first_epoch, self.config.num_epochs if epochs is None else epochs):
             global_step = self.step(epoch, global_step)
@@ -157,7 +167,10 @@ class DDPOTrainer(BaseTrainer):
 
         Raises:
             RewardError: the reward function failed, or returned something else than it should.
+            ValueError: an argument is no integer.
         """
+        if not (isinstance(epoch, int) and isinstance(global_step, int)):
+            raise ValueError(f"epoch and global_step should be integers; given {epoch!r} and {global_step!r}")
         prompts = [self._drawn(index) for index in range(self._images)]
         self._told, self._global_step, before = {}, global_step, self.trainer.progress.step
         self.trainer.step(prompts)
@@ -189,7 +202,13 @@ class DDPOTrainer(BaseTrainer):
         Args:
             prompt_image_pairs: images, prompts and metadata of each batch.
             is_async: whether the batches are scored at the same time, in ``config.max_workers`` threads.
+
+        Raises:
+            ValueError: a batch is something else.
         """
+        batches = prompt_image_pairs if isinstance(prompt_image_pairs, list | tuple) else [prompt_image_pairs]
+        if odd := [each for each in batches if not isinstance(each, list | tuple) or len(each) < 3]:
+            raise ValueError(f"a batch is a list of images, prompts and metadata; given {describe(odd[0])}")
         if is_async:
             with ThreadPoolExecutor(self.config.max_workers) as pool:
                 found = list(pool.map(self._rewarded, prompt_image_pairs))
@@ -412,11 +431,17 @@ def _named(call: Callable[..., Any], function: Any) -> Callable[..., Any]:
 def _check(config: Any, reward_function: Any, prompt_function: Any, hook: Any) -> None:
     if not isinstance(config, DDPOConfig):
         raise ValueError(f"config should be a DDPOConfig; given {type(config).__name__}")
-    for name, given in {"reward_function": reward_function, "prompt_function": prompt_function}.items():
-        if not callable(given):
-            raise ValueError(f"{name} should be a function; given {type(given).__name__}")
-    if hook is not None and not callable(hook):
-        raise ValueError(f"image_samples_hook should be a function; given {type(hook).__name__}")
+    for name, function, *arguments in (
+        ("reward_function", reward_function, "images", "prompts", "metadata"),
+        ("prompt_function", prompt_function),
+        ("image_samples_hook", hook, "data", "step", "tracker"),
+    ):
+        if function is None and name != "image_samples_hook":
+            raise ValueError(f"{name} should be a function; given NoneType")
+        check_takes(name, function, *arguments)
+    for name in ("sample_batch_size", "sample_num_batches_per_epoch", "sample_num_steps", "train_batch_size"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} should be 1 at least; given {getattr(config, name)}")
     images = config.sample_batch_size * config.sample_num_batches_per_epoch
     step = config.train_batch_size * config.train_gradient_accumulation_steps
     if images % step:

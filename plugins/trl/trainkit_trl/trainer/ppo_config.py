@@ -7,12 +7,14 @@ import sys
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from trainkit_trl.arguments import checked
 from trainkit_trl.core import flatten_dict
 
 OF_0_7 = {"learning_rate": 1e-5, "batch_size": 256, "mini_batch_size": 1}
 """Defaults of TRL 0.7.2 that 0.8 changed."""
 
 
+@checked
 @dataclass
 class PPOConfig:
     """Settings of `PPOTrainer`, of TRL 0.7.2 and 0.8.6, with the defaults of 0.8.6.
@@ -20,8 +22,8 @@ class PPOConfig:
     Those of 0.7.2 were 1e-5 for ``learning_rate``, 256 for ``batch_size`` and 1 for ``mini_batch_size``.
 
     Raises:
-        ValueError: sizes are not multiples of each other, ``kl_penalty`` is unknown, or ``push_to_hub_if_best_kwargs``
-            has no ``repo_id``.
+        ValueError: an argument is unknown or of another type, sizes are not multiples of each other, ``kl_penalty`` is
+            unknown, or ``push_to_hub_if_best_kwargs`` has no ``repo_id``.
     """
 
     exp_name: str = field(default_factory=lambda: os.path.basename(sys.argv[0]).removesuffix(".py"))
@@ -75,6 +77,9 @@ class PPOConfig:
     def __post_init__(self) -> None:
         if self.kl_penalty not in ("kl", "abs", "mse", "full"):
             raise ValueError(f"kl_penalty should be kl, abs, mse or full; given {self.kl_penalty!r}")
+        for name in ("batch_size", "mini_batch_size", "gradient_accumulation_steps", "steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} should be 1 at least; given {getattr(self, name)}")
         if self.push_to_hub_if_best_kwargs and "repo_id" not in self.push_to_hub_if_best_kwargs:
             raise ValueError("push_to_hub_if_best_kwargs has no repo_id; give it, or call push_to_hub after training")
         self.backward_batch_size = self.mini_batch_size * self.gradient_accumulation_steps

@@ -87,7 +87,12 @@ class Parts:
         """Return rewards per token, their part without the scores, and the penalties; [B, T] each.
 
         ``kl_penalty="full"`` needs log-probabilities [B, T, V].
+
+        Raises:
+            ValueError: the number of scores is not that of the rows.
         """
+        if len(scores) != len(masks):
+            raise ValueError(f"there are {len(scores)} scores for {len(masks)} responses; give one for each")
         mask, scores = masks.bool(), torch.stack([torch.as_tensor(score).reshape(()) for score in scores])
         penalties = [self._kl_penalty(mine, theirs) for mine, theirs in zip(logprobs, ref_logprobs, strict=True)]
         kls = F.zero_masked(torch.stack(penalties), mask)
@@ -198,7 +203,13 @@ class Parts:
             **data: ``masks``, ``logprobs``, ``ref_logprobs``, ``non_score_reward`` [B, T], ``scores`` [B];
                 ``train_stats``, statistics of `train_minibatch` whose means are added under ``ppo/``; ``kls`` [B, T],
                 the penalties; ``queries`` and ``responses``.
+
+        Raises:
+            ValueError: some of the first five are missing.
         """
+        needed = ("masks", "logprobs", "ref_logprobs", "non_score_reward", "scores")
+        if missing := [name for name in needed if name not in data]:
+            raise ValueError(f"record_step_stats lacks {', '.join(missing)}; it takes {', '.join(needed)}")
         mask = data["masks"].bool()
         logprobs, scores = data["logprobs"], torch.as_tensor(data["scores"], dtype=torch.float32)
         kl = F.masked_sum(data["kls"] if "kls" in data else F.kl_k1(logprobs, data["ref_logprobs"]), mask, dim=1)

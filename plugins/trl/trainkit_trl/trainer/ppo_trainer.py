@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import cache, cached_property
@@ -23,6 +23,7 @@ from trainkit.errors import ConfigError, DataError, describe
 from trainkit.metrics import Std
 from trainkit.models import PreTrainedModelWrapper
 from trainkit_migrate import translate, translate_sampling
+from trainkit_trl.arguments import check_takes, refuse_unknown
 from trainkit_trl.core import average_torch_dicts, convert_to_scalar, set_seed, stats_to_np
 from trainkit_trl.trainer.base import BaseTrainer
 from trainkit_trl.trainer.ppo_checks import check_ids, check_lists, check_masks, check_scores
@@ -85,6 +86,7 @@ class PPOTrainer(Parts, BaseTrainer):
         num_shared_layers: the lowest layers that model and reference share; they are not trained. Without effect if
             ``ref_model`` is given.
         lr_scheduler: a learning-rate schedule of the optimizer, which every call of `step` advances once.
+        **unknown: other arguments are errors.
 
     Raises:
         ValueError: an argument has another type than it should have.
@@ -113,7 +115,9 @@ class PPOTrainer(Parts, BaseTrainer):
         data_collator: Callable[[list[Any]], Any] | None = None,
         num_shared_layers: int | None = None,
         lr_scheduler: Any = None,
+        **unknown: Any,
     ) -> None:
+        refuse_unknown(PPOTrainer, unknown)
         if not isinstance(config, PPOConfig):
             raise ValueError(f"config should be a PPOConfig; given {type(config).__name__}")
         if not isinstance(model, PreTrainedModelWrapper):
@@ -124,8 +128,7 @@ class PPOTrainer(Parts, BaseTrainer):
             raise ValueError(f"tokenizer should be a tokenizer of transformers; given {type(tokenizer).__name__}")
         if not isinstance(ref_model, PreTrainedModelWrapper | PreTrainedModel | None):
             raise ValueError(f"ref_model should be a model with a value head; given {type(ref_model).__name__}")
-        if not (data_collator is None or callable(data_collator)):
-            raise ValueError(f"data_collator should be a function of rows; given {type(data_collator).__name__}")
+        check_takes("data_collator", data_collator, "rows")
         if not isinstance(lr_scheduler, LRScheduler | None):
             raise ValueError(f"lr_scheduler should be one of torch.optim; given {type(lr_scheduler).__name__}")
         if dataset is None:
@@ -149,6 +152,7 @@ class PPOTrainer(Parts, BaseTrainer):
         self.trainer.models.build()
         self.trainer.optimizer.optimizer.register_step_post_hook(self._keep_gradient)
         self._gradient: list[tuple[Any, Tensor]] = []
+        self._logged: Collection[str] = ()  # names of metrics that `step` has logged
         adapted = config.adap_kl_ctrl and config.init_kl_coef and config.target is not None
         beta = config.init_kl_coef or 0.0
         self.kl_ctl = (
@@ -289,13 +293,19 @@ class PPOTrainer(Parts, BaseTrainer):
             A list of token ids, or for a single query [1, T]; two of them with ``generate_ref_response``.
 
         Raises:
-            ValueError: the query is no list and has more than one dimension.
+            ValueError: the query is no list and has more than one dimension, or the list holds something else than
+                token ids.
             ConfigError: an argument has no counterpart in trainkit.
         """
+        check_takes("length_sampler", length_sampler)
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise ValueError(f"batch_size should be 1 at least; given {batch_size!r}")
         single = isinstance(query_tensor, Tensor)
         if single and query_tensor.dim() != 1:  # type: ignore[union-attr]
             raise ValueError(f"a query is a tensor [P]; given {tuple(query_tensor.shape)}")  # type: ignore[union-attr]
-        queries: list[Tensor] = [query_tensor] if isinstance(query_tensor, Tensor) else list(query_tensor)
+        queries = [query_tensor] if isinstance(query_tensor, Tensor) else query_tensor
+        check_lists({"query_tensor": queries}, None)
+        check_ids("query_tensor", queries)
         settings = _sampling(generation_kwargs, self.trainer.model_config.get_text_config().vocab_size)
         made = list(self._batches(queries, batch_size, length_sampler, settings, return_prompt))
         found = made[0].unsqueeze(0) if single else made
@@ -426,12 +436,18 @@ class PPOTrainer(Parts, BaseTrainer):
         Raises:
             ValueError: the batch lacks a column, and ``log_with`` is ``"wandb"``.
         """
+        if not isinstance(stats, dict) or not isinstance(batch, Mapping) or not len(rewards):
+            raise ValueError(
+                "log_stats takes what step returned, a dictionary of columns, and a reward at least; given "
+                f"{describe(stats)}, {describe(batch)} and {describe(rewards)}"
+            )
+        check_scores(rewards)
         if missing := [name for name in columns_to_log if name not in batch]:
             told = f"the batch has no {', '.join(map(repr, missing))}; it has {', '.join(map(str, batch)) or 'nothing'}"
             if self.config.log_with == "wandb":
                 raise ValueError(f"{told}; add it, or give columns_to_log")
             _say_once(f"log_stats(): {told}")
-        given = torch.stack([torch.as_tensor(reward, dtype=torch.float32).cpu().reshape(()) for reward in rewards])
+        given = torch.tensor([float(reward) for reward in rewards], dtype=torch.float32)
         given = self.accelerator.gather(given.to(self.current_device)).cpu()
         stats |= {"env/reward_mean": given.mean().item(), "env/reward_std": Std.of(given).compute()}
         stats |= {"env/reward_dist": given.numpy()}
@@ -513,11 +529,13 @@ def _translated(config: PPOConfig, model: Any, shared: int | None, *, own_optimi
         log.warning("%s", remark)
     if usual := [name for name in OF_0_7 if getattr(config, name) == getattr(PPOConfig, name)]:
         told = ", ".join(f"{name}={getattr(config, name)}, which was {OF_0_7[name]} in 0.7" for name in usual)
-        log.warning("PPOConfig has defaults of TRL 0.8: %s; write the values that you need", told)
+        _say_once(f"PPOConfig has defaults of TRL 0.8: {told}; write the values that you need")
     if own_optimizer:
         del found.config["optimizer"]
     settled = trainkit.default_config("ppo").evolve(**found.config)
     if shared is None:
         return settled
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    if not isinstance(shared, int) or not 0 <= shared <= layers:
+        raise ValueError(f"num_shared_layers should be from 0 to {layers}, the layers of the model; given {shared!r}")
     return settled.evolve(model={"num_layers_unfrozen": layers - shared})
