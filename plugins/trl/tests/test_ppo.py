@@ -253,6 +253,7 @@ def test_what_trl_checks_is_checked(
 ) -> None:
     model, tokenizer, _ = made
     monkeypatch.chdir(tmp_path)
+    _say_once.cache_clear()
     with pytest.warns(UserWarning, match=r"there is no dataset, .*: give step\(\) batch_size queries"):
         trainer = PPOTrainer(PPOConfig(), model, None, tokenizer)
     told = "learning_rate=1.41e-05, which was 1e-05 in 0.7, batch_size=128, which was 256 in 0.7, mini_batch_size=128"

@@ -102,6 +102,7 @@ class DDPOTrainer(BaseTrainer):
         set_seed(config.seed + self.accelerator.process_index)  # for the function of prompts
         if settled.train.resume:
             self.trainer.begin()
+        self.trainer.models.build()
         self.first_epoch = int(self.trainer.progress.collection)
 
     @property

@@ -150,7 +150,9 @@ class PPOTrainer(Parts, BaseTrainer):
         self.trainer: Any = PPO(settled, owner=self, model=model, tokenizer=tokenizer, **given)
         self._check_overrides()
         self.trainer.models.build()
-        self.trainer.optimizer.optimizer.register_step_post_hook(self._keep_gradient)
+        inner = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
+        if isinstance(inner, torch.optim.Optimizer):  # not that of DeepSpeed, which keeps gradients itself
+            inner.register_step_post_hook(self._keep_gradient)
         self._gradient: list[tuple[Any, Tensor]] = []
         self._logged: Collection[str] = ()  # names of metrics that `step` has logged
         adapted = config.adap_kl_ctrl and config.init_kl_coef and config.target is not None
