@@ -157,6 +157,26 @@ def test_what_methods_return_is_trained_on() -> None:
         trainer.step(QUERIES, RESPONSES, SCORES)
 
 
+@table(
+    "name, returned, words",
+    [
+        ("loss", torch.zeros(()), "loss should return two tensors and statistics, as TRL's; it returned"),
+        ("loss", (torch.zeros(()), torch.zeros(()), None), "loss should return a dictionary of statistics"),
+        (
+            "train_minibatch",
+            None,
+            "train_minibatch should return a dictionary of statistics, as TRL's does; given None",
+        ),
+        ("compute_advantages", (1, 2), "compute_advantages should return 3 tensors, as TRL's does"),
+    ],
+)
+def test_what_a_method_should_return_is_told(name: str, returned: Any, words: str) -> None:
+    trainer = made()
+    setattr(trainer, name, lambda *_: returned)
+    with pytest.raises(DataError, match=words):
+        trainer.step(QUERIES, RESPONSES, SCORES)
+
+
 def test_early_stopping_ends_a_step_that_a_script_trains() -> None:
     cls, calls = calling("train_minibatch")
     trained(cls, early_stopping=True, target_kl=1e-9, ppo_epochs=4)

@@ -139,11 +139,9 @@ class PPO(Trainer):  # type: ignore[misc]
             rewards = _aligned("compute_rewards", self.told["rewards"], mask)
         else:
             rewards = super().rewards(experience, scores)
-        if self.owner.config.whiten_rewards and not self.owner.overrides(
-            "compute_advantages"
-        ):  # which TRL lets whiten them
-            return F.whiten(rewards, mask, shift_mean=False, reduce=self.reduce)
-        return rewards
+        if not self.owner.config.whiten_rewards or self.owner.overrides("compute_advantages"):  # where TRL whitens them
+            return rewards
+        return F.whiten(rewards, mask, shift_mean=False, reduce=self.reduce)
 
     def advantages(self, experience: Any, rewards: Tensor) -> tuple[Tensor, Tensor]:
         """Return advantages and returns [B, T], of the owner if it has its own."""
@@ -169,11 +167,21 @@ class PPO(Trainer):  # type: ignore[misc]
             found: tuple[Tensor, Metrics] = super().loss(batch)
             return found
         old, values, logprobs, logits, predicted, *rest = self._columns(batch)
-        policy, value, stats = self.owner.loss(old, values, logits, predicted, logprobs, *rest)
+        returned = self.owner.loss(old, values, logits, predicted, logprobs, *rest)
+        if not isinstance(returned, tuple) or [isinstance(each, Tensor) for each in returned[:2]] != [True, True]:
+            raise DataError(
+                f"loss should return two tensors and statistics, as TRL's; it returned {describe(returned)}"
+            )
+        policy, value, *stats = returned
+        self._keep("loss", *stats)
+        coef = self.owner.config.vf_coef or 1.0
+        return policy + value, self._metrics(batch, logprobs, predicted, policy, value / coef)
+
+    def _keep(self, name: str, stats: Any = None, *_: Any) -> None:
+        """Keep the statistics that a method of the owner has returned."""
+        if not isinstance(stats, dict):
+            raise DataError(f"{name} should return a dictionary of statistics, as TRL's does; given {describe(stats)}")
         self.losses.append(stats)
-        return policy + value, self._metrics(
-            batch, logprobs, predicted, policy, value / (self.owner.config.vf_coef or 1.0)
-        )
 
     def update(self, batch: Any) -> Metrics:
         """Make an optimizer step, by the owner if it has its own `train_minibatch`."""
@@ -193,9 +201,8 @@ class PPO(Trainer):  # type: ignore[misc]
             given = micro.to(self.accelerator.device)
             with self.accelerator.accumulate(self.policy):
                 columns = self._columns(given)
-                stats = self.owner.train_minibatch(*columns)
-            self.losses.append(stats)
-            losses = (stats.get(f"loss/{name}", torch.zeros(())) for name in ("policy", "value"))
+                self._keep("train_minibatch", self.owner.train_minibatch(*columns))
+            losses = (self.losses[-1].get(f"loss/{name}", torch.zeros(())) for name in ("policy", "value"))
             metrics = merge(metrics, self._metrics(given, columns[2], columns[4], *losses))
         self.unwrapped.eval()
         at.step, at.tokens, at.trained = at.step + 1, at.tokens + int(batch.weight), at.trained + len(batch)
