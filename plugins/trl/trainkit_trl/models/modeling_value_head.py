@@ -8,7 +8,6 @@ from torch import Tensor
 
 from trainkit import models
 from trainkit.models import AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead
-from trainkit.models.value_head import state_width
 
 __all__ = ["AutoModelForCausalLMWithValueHead", "AutoModelForSeq2SeqLMWithValueHead", "ValueHead"]
 
@@ -23,7 +22,9 @@ class ValueHead(models.ValueHead):
 
     def __init__(self, config: Any, **kwargs: Any) -> None:
         dropout = getattr(config, "summary_dropout_prob", kwargs.get("summary_dropout_prob", 0.1))
-        super().__init__(state_width(config), deep=False, dropout=dropout or 0.0, start="default")
+        text = config.get_text_config(decoder=True)
+        width = getattr(text, "word_embed_proj_dim", None) or text.hidden_size  # OPT-350m projects its states
+        super().__init__(width, deep=False, dropout=dropout or 0.0, start="default")
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return the values of hidden states."""
