@@ -191,8 +191,11 @@ class Parts:
         return stats
 
     def gather_stats(self, stats: dict[str, Any]) -> dict[str, Any]:
-        """Return the means of tensors over all processes; other entries unchanged."""
-        reduced = {name: value for name, value in stats.items() if isinstance(value, Tensor)}
+        """Return the means of tensors with one number over all processes; other entries unchanged.
+
+        Others are of single responses and tokens, of which processes have different numbers.
+        """
+        reduced = {name: value for name, value in stats.items() if isinstance(value, Tensor) and value.numel() == 1}
         return {**stats, **{name: self.trainer.accelerator.reduce(value, "mean") for name, value in reduced.items()}}
 
     def record_step_stats(self, kl_coef: float, **data: Any) -> dict[str, Any]:
