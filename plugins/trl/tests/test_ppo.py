@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -244,6 +245,12 @@ def test_logged_statistics_have_the_names_of_trl(
     assert {"objective/kl", "ppo/loss/policy", "ppo/policy/approxkl", "env/reward_mean", "policy/kl"} <= logged.keys()
     assert sum("policy/kl" in line for line in lines) == 1
     trainer.config.log_with = "wandb"
+    tables: list[Any] = []
+    tracker = SimpleNamespace(log_table=lambda *given, **named: tables.append((given, named)))
+    trainer.trainer.hooks.register(type("Opened", (), {"opened": lambda self, trainer: tracker})())
+    trainer.log_stats(stats, {"query": ["a", "b"], "response": ["c", "d"]}, rewards)
+    wanted = {"columns": ["query", "response", "reward"], "data": [["a", "c", 1.0], ["b", "d", 2.0]], "step": 4}
+    assert tables == [(("game_log",), wanted)]
     with pytest.raises(ValueError, match="the batch has no 'response'; it has query; add it, or give columns_to_log"):
         trainer.log_stats(stats, {"query": ["a", "b"]}, rewards)
 

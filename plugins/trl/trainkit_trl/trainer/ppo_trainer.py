@@ -427,7 +427,7 @@ class PPOTrainer(Parts, BaseTrainer):
     ) -> None:
         """Log the statistics of `step` that are numbers, by TRL's names, with mean and deviation of the rewards.
 
-        Those that TRL lacks have been logged by `step`.
+        Those that TRL lacks have been logged by `step`. wandb gets columns and rewards as a table, ``game_log``.
 
         Args:
             stats: what `step` returned, and what a script has added; the numbers of the rewards are added to it.
@@ -457,6 +457,16 @@ class PPOTrainer(Parts, BaseTrainer):
         if self.accelerator.is_main_process:
             metrics = {name: float(numbers[name]) for name in numbers if name not in self._logged}
             self.trainer.hooks.hook.log_metrics(trainer=self.trainer, step=self.trainer.progress.step, metrics=metrics)
+        if self.config.log_with == "wandb":
+            columns = (*columns_to_log, "reward")
+            texts = zip(*(batch[name] for name in columns_to_log), map(float, rewards), strict=True)
+            self._log_table(columns, self.trainer.gather([list(row) for row in texts]))
+
+    def _log_table(self, columns: tuple[str, ...], rows: list[Any]) -> None:
+        """Log the rows of a step to the tracker of accelerate, as ``game_log``."""
+        for tracker in self.trainer.hooks.get_plugins() if self.accelerator.is_main_process else ():
+            if hasattr(tracker, "opened") and hasattr(opened := tracker.opened(self.trainer), "log_table"):
+                opened.log_table("game_log", columns=[*columns], data=rows, step=self.trainer.progress.step)
 
     # ------------------------------------------------------------------------------------------------------ saving
 
