@@ -18,6 +18,7 @@ from tables import table
 from trainkit.data import Rollouts, Sequences
 from trainkit.errors import DataError, RewardError
 from trainkit.rollouts import check_scores, metrics, score
+from trainkit.rollouts import rewards as rewards_module
 from trainkit.testing.trainers import tiny_trainer
 
 PROMPTS = ("p", "pqr", "pq")
@@ -140,6 +141,48 @@ def test_every_dense_reward_stands_at_its_own_token(data: st.DataObject) -> None
     assert found[~mask].abs().sum() == 0
     for row, (given_, output) in enumerate(zip(rewards, OUTPUTS, strict=True)):
         assert found[row, mask[row]].tolist() == given_ + [0.0] * (len(output) - len(given_))
+
+
+def merging_tokenizer() -> Any:
+    """Return a tokenizer of letters that encodes "ab" and "abc" as one token each."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {token: index for index, token in enumerate(("a", "b", "c", "d", "ab", "abc", "</s>"))}
+    made = Tokenizer(models.BPE(vocab=vocab, merges=[("a", "b"), ("ab", "c")]))
+    made.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>")
+
+
+@table(
+    "sampled, text, values, expected",
+    [
+        # "ab", "d" where a, b, d and EOS were sampled: ab ends with b
+        ([0, 1, 3, 6], "abd", [0.5, 2.0], [0.0, 0.5, 2.0, 0.0]),
+        # with a reward for EOS, whose text is empty: it goes to the last token with text
+        ([0, 1, 3, 6], "abd", [0.5, 2.0, 4.0], [0.0, 0.5, 6.0, 0.0]),
+        # "abc" where ab and c were sampled
+        ([4, 2], "abc", [3.0], [0.0, 3.0]),
+        # the tokens are those that were sampled, so nothing moves
+        ([4, 3, 6], "abd", [0.5, 2.0], [0.5, 2.0, 0.0]),
+        # as many as were sampled: they are rewards of those
+        ([0, 1, 3], "abd", [1.0, 2.0, 3.0], [1.0, 2.0, 3.0]),
+        # neither the sampled tokens nor those of the text: as before, from the first on
+        ([0, 1, 3, 3, 3], "abddd", [1.0, 2.0, 3.0], [1.0, 2.0, 3.0, 0.0, 0.0]),
+    ],
+)
+def test_rewards_of_the_tokens_of_a_text_go_to_the_sampled_tokens(
+    sampled: list[int], text: str, values: list[float], expected: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    rewards_module._say_moved.cache_clear()
+    other = [2, 3, 2]  # a second row, since lists of one number would be ambiguous
+    sequences = Sequences.from_lists([[0], [0]], [sampled, other])
+    given = Rollouts([{"prompt": "a"}] * 2, sequences, None, torch.tensor([True] * 2), ["a", "a"], [text, "cdc"])
+    for _ in range(2):
+        found = score(judge_that_returns([values, [1.0, 1.0, 1.0]]), given, merging_tokenizer())
+    assert found[0, 1 : 1 + len(sampled)].tolist() == expected
+    moved = expected[: len(values)] != values
+    assert caplog.text.count("each goes to the sampled token with the last character of its own") == moved
 
 
 # ------------------------------------------------------------------------------------------------ what is refused

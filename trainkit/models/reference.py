@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.data import Sequences
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, describe
 from trainkit.models.adapters import adapted, language_model, switch_off, switch_on
 from trainkit.models.policy import Policy, TokenOutputs
 from trainkit.models.trunk import find_blocks, modules_below, tiny_input
@@ -143,8 +143,13 @@ def create_reference_model(model: Any, num_shared_layers: int | None = None, pat
         pattern: the name of the blocks, such as ``transformer.h.{layer}``; found automatically without it.
 
     Raises:
-        ConfigError: the model has fewer blocks, or they are not found.
+        ConfigError: the model has fewer blocks, or they are not found; or an argument is of another type.
     """
+    if not isinstance(model, nn.Module) or not isinstance(num_shared_layers, int | None):
+        raise ConfigError(
+            "create_reference_model takes a model and a number of layers, or None; given "
+            f"{describe(model)} and {describe(num_shared_layers)}"
+        )
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise ConfigError(
             "the parameters are partitioned by DeepSpeed (ZeRO-3), so no process can copy them; load the model twice"

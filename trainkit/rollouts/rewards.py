@@ -8,9 +8,11 @@ import inspect
 import logging
 import math
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -96,7 +98,8 @@ def score(
             answer(reward_fn, rollouts, config, alone=alone, tokenizer=tokenizer), len(rollouts), name_of(reward_fn)
         )
         (extras if extras is not None else {}).update(further)
-        return check_scores(scores, rollouts, name_of(reward_fn), on_nonfinite=config.on_nonfinite)
+        name = name_of(reward_fn)
+        return check_scores(scores, rollouts, name, on_nonfinite=config.on_nonfinite, tokenizer=tokenizer)
 
 
 def _parted(returned: Any, count: int, source: str) -> tuple[Any, dict[str, list[Any]]]:
@@ -139,10 +142,13 @@ def numbers_of(values: Sequence[Any]) -> list[float]:
     return [float(value) for value in values_given if math.isfinite(value)]
 
 
-def check_scores(scores: Any, rollouts: Rollouts, source: str, *, on_nonfinite: str = "error") -> Tensor:
+def check_scores(
+    scores: Any, rollouts: Rollouts, source: str, *, on_nonfinite: str = "error", tokenizer: Any = None
+) -> Tensor:
     """Convert ``scores`` of any allowed form to a tensor [B] or [B, T]; ``source`` is named in errors.
 
-    With ``on_nonfinite`` as in `reward.on_nonfinite`, infinite scores and NaN are returned if they are dealt with.
+    With ``on_nonfinite`` as in `reward.on_nonfinite`, infinite scores and NaN are returned if they are dealt with. With
+    a ``tokenizer``, rewards of the tokens that the output is encoded as are placed at those that were sampled.
 
     Raises:
         RewardError: the type, count or length is wrong, or a number is not finite.
@@ -153,7 +159,7 @@ def check_scores(scores: Any, rollouts: Rollouts, source: str, *, on_nonfinite: 
         return _number(value, source, _which(rollouts, row), on_nonfinite=on_nonfinite)
 
     if len(scores) and all(_is_vector(s) for s in scores):
-        return _dense(scores, rollouts, source, number)
+        return _dense(scores, rollouts, source, number, tokenizer)
     return torch.tensor([number(s, row) for row, s in enumerate(scores)], dtype=torch.float32)
 
 
@@ -195,7 +201,9 @@ def _refuse_unreadable(value: Any, source: str, contract: str) -> None:
         )
 
 
-def _dense(scores: Sequence[Any], rollouts: Rollouts, source: str, number: Callable[[Any, int], float]) -> Tensor:
+def _dense(
+    scores: Sequence[Any], rollouts: Rollouts, source: str, number: Callable[[Any, int], float], tokenizer: Any
+) -> Tensor:
     """Place per-token scores at the first response tokens of each row. -> [B, T]."""
     mask = rollouts.sequences.response_mask.cpu()
     lengths = mask.sum(1).tolist()
@@ -207,14 +215,62 @@ def _dense(scores: Sequence[Any], rollouts: Rollouts, source: str, number: Calla
     dense = torch.zeros(mask.shape, dtype=torch.float32)
     for row, (values, length) in enumerate(zip(scores, lengths, strict=True)):
         _refuse_unreadable(values, source, CONTRACT)
-        if len(values) > length:
+        numbers = [number(value, row) for value in values]
+        if tokenizer is not None and len(numbers) != length:
+            ids = rollouts.responses[row].tolist()
+            if (moved := moved_to_sampled(numbers, ids, rollouts.outputs[row], tokenizer)) is not None:
+                _say_moved(source)
+                numbers = moved
+        if len(numbers) > length:
             raise RewardError(
-                f"{source} returned {len(values)} rewards for {_which(rollouts, row)}, "
+                f"{source} returned {len(numbers)} rewards for {_which(rollouts, row)}, "
                 f"whose response has {length} tokens; {CONTRACT}"
             )
-        numbers = torch.tensor([number(v, row) for v in values], dtype=torch.float32)
-        dense[row, mask[row].nonzero()[: len(values), 0]] = numbers
+        dense[row, mask[row].nonzero()[: len(numbers), 0]] = torch.tensor(numbers, dtype=torch.float32)
     return dense
+
+
+def moved_to_sampled(rewards: list[float], sampled: list[int], text: str, tokenizer: Any) -> list[float] | None:
+    """Return rewards of the tokens that a text is encoded as, as rewards of the tokens that were sampled.
+
+    A reward goes to the sampled token with the last character of its own token, so their sum does not change.
+
+    Args:
+        rewards: a reward for each token of the text, special tokens and a final EOS included or not.
+        sampled: the ids whose text it is.
+        text: the text.
+        tokenizer: encodes and decodes.
+
+    Returns:
+        A reward for each id; None if the text is encoded as another number of tokens, or as the ids themselves.
+    """
+    forms = ({"text": text}, {"text": text + (tokenizer.eos_token or "")}, {"text": text, "add_special_tokens": False})
+    encoded = ([*tokenizer(**form)["input_ids"]] for form in forms)
+    ids = next((each for each in encoded if len(each) == len(rewards)), None)
+    if not sampled or ids is None or ids == sampled[: len(ids)]:
+        return None
+    ends, moved = _ends(sampled, tokenizer), [0.0] * len(sampled)
+    for reward, end in zip(rewards, _ends(ids, tokenizer), strict=True):
+        moved[min(bisect_left(ends, end), len(sampled) - 1)] += reward
+    return moved
+
+
+def _ends(ids: list[int], tokenizer: Any) -> list[int]:
+    """Return the number of characters up to the end of each token."""
+    counts = (
+        len(tokenizer.decode(ids[: at + 1], skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        for at in range(len(ids))
+    )
+    return [*accumulate(counts, max)]
+
+
+@functools.cache
+def _say_moved(source: str) -> None:
+    log.warning(
+        "%s returns rewards for the tokens that an output is encoded as, and other tokens were sampled; each goes to "
+        "the sampled token with the last character of its own",
+        source,
+    )
 
 
 def metrics(metric_fn: MetricFn, rollouts: Scored) -> dict[str, float | list[float]]:

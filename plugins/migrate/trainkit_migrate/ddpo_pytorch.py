@@ -7,6 +7,10 @@ from typing import Any
 from trainkit_migrate.conversions import Context, Settings
 from trainkit_migrate.images import checkpoints, images_at_a_time, length, rows_of_a_step
 
+PROMPTS = ("imagenet_all", "imagenet_animals", "imagenet_dogs", "nouns_activities", "counting", "from_file")
+"""Functions of prompts that `trainkit_ddpo.prompts` has."""
+SCORERS = ("aesthetic_score", "llava_strict_satisfaction", "llava_bertscore")
+"""Functions of `trainkit_ddpo.rewards` that make a reward function of a model."""
 LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "init_lora_weights": "gaussian"}
 
 
@@ -45,14 +49,19 @@ def adapter(value: Any, _context: Context) -> Settings:
 
 def prompts(value: Any, context: Context) -> Settings:
     """Say that prompts are an option of the command."""
-    context.remarks.append(f"write what {value!r} draws from to a file, and give the option --prompts FILE")
+    has = f"; trainkit_ddpo.prompts.{value} returns them as a list" if value in PROMPTS else ""
+    context.remarks.append(f"write what {value!r} draws from to a file, and give the option --prompts FILE{has}")
     return {}
 
 
 def reward(value: Any, context: Context) -> Settings:
     """Say that the reward function is an option of the command."""
+    if value in ("jpeg_compressibility", "jpeg_incompressibility"):
+        context.remarks.append(f"give {value!r} by the option --reward-fn trainkit_ddpo.rewards:{value}")
+        return {}
+    made = f"; trainkit_ddpo.rewards.{value} makes it of your model" if value in SCORERS else ""
     context.remarks.append(
         f"give {value!r} by the option --reward-fn FILE.py:NAME; it is called with images [B, C, H, W] from 0 to 1 and "
-        "prompts, and returns a number per image (plugins/ddpo/README.md)"
+        f"prompts, and returns a number per image (plugins/ddpo/README.md){made}"
     )
     return {}

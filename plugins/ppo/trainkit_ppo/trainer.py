@@ -168,8 +168,7 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
         """
         x, mask = experience, experience.sequences.response_mask
         rewards = self.rewards(x, self.scaled(zero_masked(x.scores, mask), mask))
-        gamma, lam = self.method.gamma, self.method.lam
-        advantages, returns = gae(x.values, rewards, mask, gamma=gamma, lam=lam, bootstrap=x.bootstrap)
+        advantages, returns = self.advantages(x, rewards)
         kl = Mean.of(masked_sum(kl_k1(x.logprobs, x.ref_logprobs), mask, dim=1))
         self.record(
             {
@@ -184,7 +183,6 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
         )
         total, episodes = self.reduce(torch.stack(kl.tensors())).tolist()
         self.kl.update(total / episodes, int(episodes))
-        advantages = whiten(advantages, mask, reduce=self.reduce) * x.weights
         return PPOBatch(x.sequences, x.logprobs, x.values, advantages, returns)
 
     def rewards(self, experience: PPORollouts, scores: Tensor) -> Tensor:
@@ -194,6 +192,16 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
         """
         x, mask = experience, experience.sequences.response_mask
         return kl_shaped_rewards(scores, x.logprobs, x.ref_logprobs, mask, self.kl.coef, penalty=x.penalty)
+
+    def advantages(self, experience: PPORollouts, rewards: Tensor) -> tuple[Tensor, Tensor]:
+        """Return advantages, whitened over the collection and weighted, and returns: GAE on ``rewards``, all [B, T].
+
+        Override it for another estimator.
+        """
+        x, mask, method = experience, experience.sequences.response_mask, self.method
+        advantages, returns = gae(x.values, rewards, mask, gamma=method.gamma, lam=method.lam, bootstrap=x.bootstrap)
+        advantages = whiten(advantages, mask, reduce=self.reduce) * x.weights
+        return advantages, returns
 
     def scaled(self, scores: Tensor, mask: Tensor) -> Tensor:
         """Scale a collection's rewards by a standard deviation of scores if set, then clip them. [B, T]."""

@@ -18,13 +18,16 @@ from trainkit_trl import (
     DataCollatorForCompletionOnlyLM,
     DPOTrainer,
     IterativeSFTTrainer,
+    LengthSampler,
     PPOConfig,
     PPOTrainer,
     RewardTrainer,
     SFTTrainer,
+    create_reference_model,
     set_seed,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:there is no dataset")
 TOKENIZER = character_tokenizer("abcdefgh")
 PAIRS = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 4
 
@@ -103,7 +106,29 @@ BAD: list[tuple[str, Callable[[], Any], str]] = [
     ("no config", lambda: ppo(model=valued()) and PPOTrainer({}, valued()), r"config should be a PPOConfig"),
     ("a reference by name", lambda: ppo(ref_model="gpt2"), r"ref_model should be a model with .* given str"),
     ("another vocabulary", lambda: ppo(ref_model=valued(vocab_size=99)), r"vocab|99"),
-    ("a collator that is no function", lambda: ppo(data_collator=3), r"data_collator should be a function .*int"),
+    ("a collator that is no function", lambda: ppo(data_collator=3), r"data_collator should be a function; given 3"),
+    ("a collator of nothing", lambda: ppo(data_collator=lambda: 1), r"data_collator is called with rows"),
+    ("an unknown argument", lambda: ppo(peft_config=1), r"PPOTrainer takes no peft_config; did you mean .* It takes: "),
+    ("an unknown setting", lambda: PPOConfig(foo=1), r"PPOConfig takes no foo. It takes: exp_name, seed, "),  # type: ignore[call-arg]
+    ("text for a number", lambda: PPOConfig(batch_size="8"), r"batch_size of PPOConfig should be an integer"),  # type: ignore[arg-type]
+    ("a switch", lambda: PPOConfig(early_stopping=1), r"early_stopping of PPOConfig should be True or False; given 1"),  # type: ignore[arg-type]
+    ("no rows in a pass", lambda: PPOConfig(mini_batch_size=0), r"mini_batch_size should be 1 at least; given 0"),
+    ("layers beyond the model", lambda: ppo(num_shared_layers=3), r"num_shared_layers should be from 0 to 2, "),
+    ("queries as lists", lambda: ppo().generate([[1, 2]]), r"Elements in query_tensor must be tensors - got"),
+    ("a query as text", lambda: ppo().generate("ab"), r"query_tensor must be a list of tensors - got <class 'str'>"),
+    ("no rows at a time", lambda: ppo().generate([torch.tensor([1])], batch_size=0), r"batch_size should be 1"),
+    ("a number of tokens", lambda: ppo().generate([], length_sampler=3), r"length_sampler should be a function"),
+    ("no lengths", lambda: LengthSampler(5, 5), r"lengths are integers from min_value to max_value - 1; given 5, 5"),
+    ("statistics of nothing", lambda: ppo().log_stats({}, {}, []), r"log_stats takes what step returned, .* \[\]"),
+    ("rewards as text", lambda: ppo().log_stats({}, {}, ["a"]), r"scores\[0\] must be a number or a tensor of one"),
+    (
+        "a score for two",
+        lambda: ppo().compute_rewards([1.0], *[torch.zeros(2, 3)] * 2, torch.ones(2, 3)),
+        r"there are 1 scores for 2 responses; give one for each",
+    ),
+    ("nothing to record", lambda: ppo().record_step_stats(0.1), r"lacks masks, logprobs, .*; it takes masks, logprobs"),
+    ("no repository", lambda: ppo().push_to_hub(None), r"repo_id should be the name of a repository, .* given None"),
+    ("no model to copy", lambda: create_reference_model(None), r"takes a model and a number of layers"),
     ("a dataset without length", lambda: ppo(dataset=iter([1])), r"dataset should have a length"),
     ("a dataset by name", lambda: ppo(dataset="imdb"), r"dataset should have a length and rows .* given 'imdb'"),
     (

@@ -318,6 +318,36 @@ def test_lora_weights_beside_a_model_of_trl_are_merged(stable_diffusion: str, tm
     assert not [name for name, _ in loaded.unet.named_parameters() if "lora_" in name]
 
 
+@pytest.mark.slow
+def test_a_loss_that_steps_with_the_scheduler_trains_the_same(stable_diffusion: str, tmp_path: Path) -> None:
+    """It is that of TRL, written with the parts of the pipeline."""
+
+    class Own(DDPOTrainer):
+        def calculate_loss(
+            self, latents: Any, timesteps: Any, next_latents: Any, log_probs: Any, advantages: Any, embeds: Any
+        ) -> Any:
+            with self.autocast():
+                noise = self.sd_pipeline.unet(torch.cat([latents] * 2), torch.cat([timesteps] * 2), embeds).sample
+            away, towards = noise.chunk(2)
+            noise = away + self.config.sample_guidance_scale * (towards - away)
+            step = self.sd_pipeline.scheduler_step(noise, timesteps, latents, eta=1.0, prev_sample=next_latents)
+            ratio = torch.exp(step.log_probs - log_probs)
+            return self.loss(advantages, self.config.train_clip_range, ratio), torch.zeros(()), torch.zeros(())
+
+    found = []
+    for cls in (Own, DDPOTrainer):
+        pipeline = DefaultDDPOStableDiffusionPipeline(stable_diffusion, use_lora=False)
+        trainer = cls(settings(tmp_path / cls.__name__, sample_guidance_scale=2.0), brightness, animal, pipeline)
+        trainer.step(0, 0)
+        found.append([each.detach().clone() for each in pipeline.unet.parameters()])
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*found, strict=True))
+    latents, first = torch.ones(2, 4, 4, 4), pipeline.scheduler.timesteps[[0, 0]]
+    step = pipeline.scheduler_step(latents, first, latents, 1.0)
+    assert (step.latents.shape, step.log_probs.shape) == ((2, 4, 4, 4), (2,))
+    with pytest.raises(ValueError, match="timestep should be among"):
+        pipeline.scheduler_step(latents, first + 1, latents, 1.0)
+
+
 def test_without_diffusers_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "diffusers", None)
     with pytest.raises(ImportError, match=r"pip install 'trainkit-ddpo\[diffusers\]'; .*PixelPipeline"):
@@ -391,6 +421,23 @@ def test_wrong_arguments_are_told(tmp_path: Path) -> None:
         DDPOTrainer({}, brightness, animal, model)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="reward_function should be a function; given NoneType"):
         DDPOTrainer(config, None, animal, model)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="prompt_function is called without arguments, which it does not take"):
+        DDPOTrainer(config, brightness, lambda step: ("cat", {}), model)  # type: ignore[arg-type, misc]
+    with pytest.raises(ConfigError, match="DDPOTrainer takes no prompts"):
+        DDPOTrainer(config, brightness, animal, model, prompts=["cat"])
+    with pytest.raises(ConfigError, match="num_epochs of DDPOConfig should be an integer; given None"):
+        settings(tmp_path, num_epochs=None)
+    with pytest.raises(ValueError, match="train_batch_size should be 1 at least; given 0"):
+        made(tmp_path, train_batch_size=0)
+    trainer = made(tmp_path / "b")
+    with pytest.raises(ValueError, match="epoch and global_step should be integers; given None and 0"):
+        trainer.step(None, 0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="epochs should be an integer or None; given 'a'"):
+        trainer.train("a")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="a batch is a list of images, prompts and metadata; given 1"):
+        trainer.compute_rewards([1])
+    with pytest.raises(ValueError, match="pretrained_model_name should be a hub id or a directory; given None"):
+        DefaultDDPOStableDiffusionPipeline(None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="image_samples_hook should be a function"):
         DDPOTrainer(config, brightness, animal, model, image_samples_hook="x")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"subclass of trainkit_ddpo\.ImagePipeline"):
@@ -414,3 +461,82 @@ def test_what_has_no_effect_is_said(tmp_path: Path, caplog: pytest.LogCaptureFix
         made(tmp_path, project_kwargs={"logging_dir": "x"})
     assert "logging_dir has no effect: logs are in the directory of the run" in caplog.text
     assert translate("trl", {"DDPOConfig": dataclasses.asdict(settings(tmp_path))}).remarks == []
+
+
+# ----------------------------------------------------------------------------------------------------- overriding
+
+
+def weights(cls: type[DDPOTrainer], tmp_path: Path, **changes: Any) -> tuple[list[torch.Tensor], Any]:
+    """Return the weights after an epoch with a guided model, and the trainer."""
+    given = {"sample_guidance_scale": 2.0, "train_clip_range": 0.1, **changes}
+    trainer = cls(settings(tmp_path, **given), brightness, animal, pixels())
+    trainer.step(0, 0)
+    return [each.detach().clone() for each in trainer.sd_pipeline.parameters()], trainer
+
+
+@table("name", ["loss", "calculate_loss", "compute_rewards", "_setup_optimizer"])
+def test_a_method_that_calls_that_of_trl_trains_the_same(name: str, tmp_path: Path) -> None:
+    calls: list[Any] = []
+
+    def method(self: Any, *given: Any, **named: Any) -> Any:
+        calls.append((given, named))
+        return getattr(DDPOTrainer, name)(self, *given, **named)
+
+    cls = type("Own", (DDPOTrainer,), {name: method})
+    mine, _ = weights(cls, tmp_path / name)
+    theirs, _ = weights(DDPOTrainer, tmp_path / f"{name}-usual")
+    atol = 1e-4 if name == "_setup_optimizer" else 1e-6  # its AdamW is not fused, and rounds differently
+    assert all(torch.allclose(a, b, atol=atol) for a, b in zip(mine, theirs, strict=True))
+    given, named = calls[0]
+    if name == "compute_rewards":
+        assert len(calls) == 1
+        assert [(images.shape[0], len(prompts), len(metadata)) for images, prompts, metadata in given[0]] == [
+            (4,) * 3
+        ] * 2
+        assert named == {"is_async": False}
+    if name == "calculate_loss":
+        assert [each.shape[0] for each in given] == [4, 4, 4, 4, 4, 8]
+
+
+def test_what_methods_return_is_trained_on(tmp_path: Path) -> None:
+    class Own(DDPOTrainer):
+        def loss(self, advantages: Any, clip_range: float, ratio: Any) -> Any:
+            return super().loss(advantages, clip_range, ratio) * 0
+
+        def compute_rewards(self, prompt_image_pairs: Any, is_async: bool = False) -> Any:
+            return zip(*[(torch.arange(4), "mine") for _ in prompt_image_pairs], strict=True)
+
+        def _setup_optimizer(self, trainable_layers_parameters: Any) -> Any:
+            return torch.optim.SGD(trainable_layers_parameters, lr=0.5)
+
+    seen: list[Any] = []
+    found, trainer = weights(Own, tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(found, pixels().parameters(), strict=True))
+    assert isinstance(trainer.optimizer.optimizer, torch.optim.SGD)
+    trainer.image_samples_callback = lambda data, *_: seen.extend(data)
+    trainer.step(1, 2)
+    assert [(rewards.tolist(), told) for *_, rewards, told in seen] == [([0.0, 1.0, 2.0, 3.0], "mine")] * 2
+    trainer.compute_rewards = lambda pairs, is_async: ((torch.ones(3),) * 2, ((),) * 2)
+    with pytest.raises(RewardError, match=r"compute_rewards should return rewards of \[4, 4\] images .* \[3, 3\]"):
+        trainer.step(2, 4)
+    trainer.compute_rewards = lambda pairs, is_async: ((torch.ones(4),) * 2, ((),) * 2)
+    trainer.calculate_loss = lambda *_: torch.ones(())
+    with pytest.raises(ConfigError, match="calculate_loss should return loss, approx_kl and clipfrac"):
+        trainer.step(3, 6)
+
+
+@pytest.mark.parametrize("name", sorted(DDPOTrainer.not_called))
+def test_methods_that_are_not_called_cannot_be_overridden(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"Own overrides {name}, which trainkit does not call; "):
+        type("Own", (DDPOTrainer,), {name: lambda self: None})
+
+
+def test_attributes_that_are_not_there_say_what_to_use(tmp_path: Path) -> None:
+    trainer = made(tmp_path)
+    with pytest.raises(AttributeError, match=r"'DDPOTrainer' object has no attribute 'executor': compute_rew"):
+        trainer.executor  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no attribute '_generate_samples': subclass trainkit_ddpo.ImagePipeline"):
+        trainer._generate_samples()
+    with pytest.raises(AttributeError, match=r"no attribute 'get_trainable_layers': its place has model.peft_config"):
+        DDPOStableDiffusionPipeline().get_trainable_layers()
+    assert not hasattr(trainer, "unknown")

@@ -124,6 +124,7 @@ def tiny() -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:there is no dataset")
 def test_a_loop_with_a_tool_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is paid for the letters a of its turns; the mask keeps the tool's letters out of the loss."""
     monkeypatch.chdir(tmp_path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,9 +24,11 @@ from trainkit_trl import (
     set_seed,
 )
 from trainkit_trl.core import convert_to_scalar, flatten_dict, masked_mean, masked_var, masked_whiten, stats_to_np
+from trainkit_trl.models.modeling_value_head import ValueHead
 from trainkit_trl.trainer.ppo_trainer import _say_once
 
 LETTERS = "abcdefgh"
+pytestmark = pytest.mark.filterwarnings("ignore:there is no dataset")
 
 
 def collator(data: list[dict[str, Any]]) -> dict[str, list[Any]]:
@@ -174,17 +178,120 @@ def test_settings_are_translated_or_refused(made: Any, tmp_path: Any, monkeypatc
         PPOTrainer(config, model, None, tokenizer, optimizer=object())
 
 
-def test_an_optimizer_and_its_schedule_are_stepped(made: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+QUERIES, RESPONSES = [torch.tensor([1]), torch.tensor([2])], [torch.tensor([3, 4]), torch.tensor([4])]
+
+
+def test_a_schedule_advances_once_per_step_and_the_last_gradient_can_be_read(
+    made: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step has four optimizer steps; the rates are 0.04, 0.02 and 0.01."""
     model, tokenizer, _ = made
-    optimizer = torch.optim.SGD(filter(lambda p: p.requires_grad, model.parameters()), lr=0.4)
+    optimizer = torch.optim.SGD(filter(lambda p: p.requires_grad, model.parameters()), lr=0.04)
     lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
-    config = settings(tmp_path, monkeypatch, batch_size=2, mini_batch_size=2, ppo_epochs=1)
+    config = settings(tmp_path, monkeypatch, batch_size=2, mini_batch_size=1, ppo_epochs=2, vf_coef=1.0)
     trainer = PPOTrainer(config, model, None, tokenizer, optimizer=optimizer, lr_scheduler=lr_scheduler)
-    before = model.v_head.summary.bias.clone()
-    trainer.step([torch.tensor([1]), torch.tensor([2])], [torch.tensor([3, 4]), torch.tensor([4])], [torch.ones(1)] * 2)
-    assert not torch.equal(before, model.v_head.summary.bias)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
+    rates = []
+    for _ in range(2):
+        rates.append(trainer.step(QUERIES, RESPONSES, [torch.ones(1)] * 2)["ppo/learning_rate"])
+    assert rates == pytest.approx([0.04, 0.02])
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+    assert trainer.trainer.progress.step == 8
+    assert trainer.lr_scheduler is lr_scheduler
     assert trainer.optimizer.optimizer is optimizer
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert any(bool(gradient.any()) for gradient in gradients if gradient is not None)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    trainer.step(QUERIES, RESPONSES, [torch.ones(1)] * 2)
+    for parameter in model.parameters():
+        parameter.grad.fill_(1e6)  # belongs to the step that was made, not to the next
+    trainer.step(QUERIES, RESPONSES, [torch.ones(1)] * 2)
+    moved = [(new - old).abs().max() for new, old in zip(model.parameters(), before, strict=True)]
+    assert max(moved).item() < 1
+
+
+def test_layers_that_the_reference_shares_have_no_gradient(
+    made: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer, _ = made
+    config = settings(tmp_path, monkeypatch, batch_size=2, mini_batch_size=2)
+    trainer = PPOTrainer(config, model, None, tokenizer, num_shared_layers=1)
+    trainer.step(QUERIES, RESPONSES, [torch.ones(1)] * 2)
+    without = {name for name, each in model.named_parameters() if each.grad is None}
+    assert "pretrained_model.transformer.h.0.attn.c_attn.weight" in without
+    assert not {name for name in without if ".h.1." in name or "v_head" in name or "ln_f" in name}
+    assert all(each.grad is None for each in trainer.ref_model.parameters())
+
+
+def test_logged_statistics_have_the_names_of_trl(
+    made: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those that `step` has logged by names of trainkit are not logged again; a script's own are."""
+    model, tokenizer, _ = made
+    trainer = PPOTrainer(settings(tmp_path, monkeypatch, batch_size=2, mini_batch_size=2), model, None, tokenizer)
+    rewards = [torch.tensor(1.0), torch.tensor([2.0])]
+    stats = trainer.step(QUERIES, RESPONSES, rewards)
+    assert stats["tokens/queries_dist"].tolist() == [1.0, 1.0]
+    stats |= {"mine/words": 7, "mine/tensor": torch.tensor([2.5]), "mine/text": "a"}
+    for _ in range(2):
+        trainer.log_stats(stats, {}, rewards)
+    assert caplog.text.count("log_stats(): the batch has no 'query', 'response'; it has nothing") == 1
+    assert stats["env/reward_mean"] == 1.5
+    assert stats["env/reward_dist"].tolist() == [1.0, 2.0]
+    [run] = (tmp_path / "runs").iterdir()
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
+    logged = {name: value for line in lines for name, value in line.items()}
+    assert logged["mine/words"] == 7
+    assert logged["mine/tensor"] == 2.5
+    assert {"objective/kl", "ppo/loss/policy", "ppo/policy/approxkl", "env/reward_mean", "policy/kl"} <= logged.keys()
+    assert sum("policy/kl" in line for line in lines) == 1
+    trainer.config.log_with = "wandb"
+    tables: list[Any] = []
+    tracker = SimpleNamespace(log_table=lambda *given, **named: tables.append((given, named)))
+    trainer.trainer.hooks.register(type("Opened", (), {"opened": lambda self, trainer: tracker})())
+    trainer.log_stats(stats, {"query": ["a", "b"], "response": ["c", "d"]}, rewards)
+    wanted = {"columns": ["query", "response", "reward"], "data": [["a", "c", 1.0], ["b", "d", 2.0]], "step": 4}
+    assert tables == [(("game_log",), wanted)]
+    with pytest.raises(ValueError, match="the batch has no 'response'; it has query; add it, or give columns_to_log"):
+        trainer.log_stats(stats, {"query": ["a", "b"]}, rewards)
+
+
+def test_what_trl_checks_is_checked(
+    made: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, tokenizer, _ = made
+    monkeypatch.chdir(tmp_path)
+    _say_once.cache_clear()
+    with pytest.warns(UserWarning, match=r"there is no dataset, .*: give step\(\) batch_size queries"):
+        trainer = PPOTrainer(PPOConfig(), model, None, tokenizer)
+    told = "learning_rate=1.41e-05, which was 1e-05 in 0.7, batch_size=128, which was 256 in 0.7, mini_batch_size=128"
+    assert told in caplog.text
+    assert (trainer.config.world_size, trainer.config.global_batch_size, trainer.dataset) == (1, 128, None)
+    assert trainer.data_collator([{"input_ids": [1, 2]}, {"input_ids": [1]}])["input_ids"].shape == (2, 2)
+    with pytest.raises(ValueError, match=r"lr_scheduler should be one of torch.optim; given int"):
+        PPOTrainer(PPOConfig(), model, None, tokenizer, lr_scheduler=3)
+    with pytest.raises(ValueError, match="push_to_hub_if_best_kwargs has no repo_id"):
+        PPOConfig(push_to_hub_if_best_kwargs={"private": True})
+    assert (trainer.is_distributed, len(trainer.model_params), trainer.running.mean) == (False, 30, 0.0)
+    with pytest.raises(AttributeError, match=r"'PPOTrainer' object has no attribute 'current_step': use trainer"):
+        trainer.current_step  # noqa: B018
+    with pytest.raises(ConfigError, match="PPOTrainer is not loaded from a directory; load the model from it"):
+        PPOTrainer.from_pretrained("tuned")
+
+
+def test_a_repository_without_an_owner_is_that_of_the_token(
+    made: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer, _ = made
+    trainer = PPOTrainer(settings(tmp_path, monkeypatch), model, None, tokenizer)
+    pushed: list[Any] = []
+    trainer.trainer.push_to_hub = lambda repo, **kwargs: pushed.append((repo, kwargs))
+    monkeypatch.setattr("huggingface_hub.whoami", lambda token: {"name": "me"})
+    trainer.push_to_hub("tuned", private=False)
+    trainer.push_to_hub("them/tuned")
+    assert pushed == [("me/tuned", {"private": False}), ("them/tuned", {})]
+    monkeypatch.setattr("huggingface_hub.whoami", lambda token: 1 / 0)
+    with pytest.raises(ConfigError, match=r"the owner of 'tuned' is not known .* write owner/tuned"):
+        trainer.push_to_hub("tuned")
 
 
 @pytest.mark.daily(kind=("PROMPT_TUNING",))
@@ -210,6 +317,12 @@ def test_prompts_and_prefixes_are_trained(kind: str, made: Any, tmp_path: Any, m
 def test_every_setting_of_ppo_has_a_place() -> None:
     told = {path.partition(".")[2] for path in framework("trl").settings if path.startswith("PPOConfig.")}
     assert told == set(PPOConfig.__dataclass_fields__)
+
+
+def test_a_value_head_is_made_of_a_configuration() -> None:
+    head = ValueHead(GPT2Config(n_embd=8, summary_first_dropout=0.1), summary_dropout_prob=0.0)
+    assert head(torch.ones(2, 3, 8)).shape == (2, 3, 1)
+    assert ValueHead(GPT2Config(n_embd=8)).dropout.p == 0.1
 
 
 def test_functions_of_core() -> None:

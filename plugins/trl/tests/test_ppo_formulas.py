@@ -16,6 +16,7 @@ from trainkit.models import TokenOutputs
 from trainkit.testing import character_tokenizer
 from trainkit_trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, create_reference_model, set_seed
 
+pytestmark = pytest.mark.filterwarnings("ignore:there is no dataset")
 QUERIES = [torch.tensor([1, 2]), torch.tensor([3])]
 RESPONSES = [torch.tensor([4, 5, 6]), torch.tensor([6, 1])]
 SEQUENCES = Sequences.from_lists([query.tolist() for query in QUERIES], [each.tolist() for each in RESPONSES])
@@ -129,7 +130,9 @@ def test_the_parts_of_a_step_give_the_golden_numbers(trainer: Any) -> None:
     assert value.item() == pytest.approx(0.132985, abs=1e-5)
     assert stats["loss/total"].item() == pytest.approx(0.156496, abs=1e-5)
     assert stats["val/clipfrac"].item() == pytest.approx(0.4)
-    far, none, _ = made.loss(old, values, torch.randn(2, 3, 5), moved, old + 3, mask, advantages, returns)
+    assert stats["returns/var"].item() == pytest.approx(returns[mask.bool()].var().item(), abs=1e-6)
+    with pytest.warns(UserWarning, match=r"mean ratio of a batch is 20.09, above ratio_threshold \(10\)"):
+        far, none, _ = made.loss(old, values, torch.randn(2, 3, 5), moved, old + 3, mask, advantages, returns)
     assert (far.item(), none.item()) == (0.0, 0.0)  # the mean ratio is e³
 
 
@@ -143,7 +146,7 @@ def test_a_forward_pass_is_aligned_with_the_tokens_that_follow(trainer: Any) -> 
     assert mask.sum(1).tolist() == [3, 2]
     assert logits is not None
     assert logits.shape == (2, 4, 10)
-    own = made.trainer.unwrapped(SEQUENCES)
+    own, mask = made.trainer.unwrapped(SEQUENCES), mask.bool()
     torch.testing.assert_close(logprobs[mask], own.logprobs[:, 1:][mask])
     torch.testing.assert_close(values[mask], own.values[:, 1:][mask])
     masks = [torch.tensor([1, 0, 1]), torch.tensor([0, 1])]
@@ -154,14 +157,14 @@ def test_a_forward_pass_is_aligned_with_the_tokens_that_follow(trainer: Any) -> 
 def test_a_loop_over_the_parts_trains(trainer: Any, tmp_path: Path) -> None:
     made = trainer()
     inputs = made.prepare_model_inputs(QUERIES, RESPONSES)
-    old, _, values, mask = made.batched_forward_pass(made.model, QUERIES, RESPONSES, inputs)
-    theirs, *_ = made.batched_forward_pass(made.ref_model, QUERIES, RESPONSES, inputs)
+    with torch.no_grad():
+        old, _, values, mask = made.batched_forward_pass(made.model, QUERIES, RESPONSES, inputs)
+        theirs, *_ = made.batched_forward_pass(made.ref_model, QUERIES, RESPONSES, inputs)
     rewards, without, _ = made.compute_rewards([torch.tensor(1.0), torch.tensor(0.0)], old, theirs, mask)
     values, advantages, returns = made.compute_advantages(values, rewards, mask)
-    logits, _, predicted = made.model(**inputs)
-    new = torch.gather(logits[:, :-1].log_softmax(-1), 2, inputs["input_ids"][:, 1:, None])[..., 0]
+    new, logits, predicted, _ = made.batched_forward_pass(made.model, QUERIES, RESPONSES, inputs, return_logits=True)
     before = made.model.v_head.summary.bias.clone()
-    stats = made.train_minibatch(old, values, new, logits[:, :-1], predicted[:, :-1], mask, advantages, returns)
+    stats = made.train_minibatch(old, values, new, logits, predicted, mask, advantages, returns)
     assert not torch.equal(before, made.model.v_head.summary.bias)
     assert made.gather_stats(stats)["loss/total"] == stats["loss/total"]
     told = made.record_step_stats(

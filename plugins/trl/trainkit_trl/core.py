@@ -63,9 +63,15 @@ def set_seed(seed: int) -> None:
 
 
 class LengthSampler:
-    """Draws lengths from ``min_value`` to ``max_value - 1``, by the random numbers of NumPy."""
+    """Draws lengths from ``min_value`` to ``max_value - 1``, by the random numbers of NumPy.
+
+    Raises:
+        ValueError: there is no such length.
+    """
 
     def __init__(self, min_value: int, max_value: int) -> None:
+        if not (isinstance(min_value, int) and isinstance(max_value, int) and min_value < max_value):
+            raise ValueError(f"lengths are integers from min_value to max_value - 1; given {min_value}, {max_value}")
         self.values = list(range(min_value, max_value))
 
     def __call__(self) -> int:
@@ -166,10 +172,10 @@ def convert_to_scalar(stats: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def stats_to_np(stats: Mapping[str, Any]) -> dict[str, Any]:
+def stats_to_np(stats_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return statistics with tensors as arrays of NumPy."""
     found = {}
-    for key, value in stats.items():
+    for key, value in stats_dict.items():
         tensor = value.detach().cpu() if isinstance(value, torch.Tensor) else value
         if isinstance(tensor, torch.Tensor):
             tensor = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()

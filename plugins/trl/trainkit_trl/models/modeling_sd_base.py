@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -10,8 +11,12 @@ from typing import Any, cast
 import torch
 from transformers.utils.hub import cached_file
 
+from trainkit_ddpo import ddim_mean, gaussian_logprob
 from trainkit_migrate import refusing
+from trainkit_trl.arguments import refuse_unknown
+from trainkit_trl.overriding import lacking
 
+PARTS = ("sd_pipeline", "unet", "vae", "tokenizer", "scheduler", "text_encoder")
 LORA_WEIGHTS, EXPORTED = "pytorch_lora_weights.safetensors", "trainkit.json"
 
 
@@ -84,6 +89,60 @@ class DDPOStableDiffusionPipeline:
         """The text encoder."""
         return self.sd_pipeline.text_encoder
 
+    @property
+    def autocast(self) -> Any:
+        """What makes the context that the network runs in; None: the precision of the run."""
+        return nullcontext if self.use_lora else None
+
+    def __getattr__(self, name: str) -> Any:
+        said = "" if "sd_pipeline" in vars(self) else "it wraps sd_pipeline, a pipeline of diffusers, which is not set"
+        raise lacking(type(self), name, said if name in PARTS else "")
+
+    def scheduler_step(
+        self,
+        model_output: torch.Tensor,
+        timestep: torch.Tensor,
+        sample: torch.Tensor,
+        eta: float = 0.0,
+        use_clipped_model_output: bool = False,
+        generator: torch.Generator | None = None,
+        prev_sample: torch.Tensor | None = None,
+    ) -> DDPOSchedulerOutput:
+        """Make a denoising step, or return the log-probability of one.
+
+        Args:
+            model_output: what the network predicts [B, C, h, w].
+            timestep: t of each row, among those of the scheduler [B].
+            sample: the latents before the step [B, C, h, w].
+            eta: the scale of the noise, above 0 for a log-probability.
+            use_clipped_model_output: False.
+            generator: draws the noise.
+            prev_sample: the latents after the step [B, C, h, w]; None: they are sampled.
+
+        Raises:
+            ValueError: the scheduler has no timesteps yet, ``timestep`` is none of them, ``generator`` is given with
+                ``prev_sample``, or ``use_clipped_model_output`` is set.
+        """
+        from trainkit_ddpo.latent import scheduled_noise
+
+        if use_clipped_model_output or (generator is not None and prev_sample is not None):
+            raise ValueError("use_clipped_model_output is not supported, nor generator together with prev_sample")
+        if self.scheduler.num_inference_steps is None:
+            raise ValueError("the scheduler has no timesteps; call scheduler.set_timesteps, or make a DDPOTrainer")
+        steps = scheduled_noise(self.scheduler.config, self.scheduler.num_inference_steps).steps(eta)
+        same = timestep.cpu().reshape(-1, 1) == steps.timesteps
+        if not bool(same.any(1).all()):
+            raise ValueError(f"timestep should be among {steps.timesteps.tolist()}; given {timestep.tolist()}")
+        at, noise = same.int().argmax(1), steps.noise
+        alpha, previous, sigma = (
+            each[at].to(sample.device).expand(len(sample)) for each in (steps.alphas, steps.previous, steps.sigmas)
+        )
+        mean = ddim_mean(sample, model_output, alpha, previous, sigma, prediction=noise.prediction, clip=noise.clip)
+        if prev_sample is None:
+            drawn = torch.randn(mean.shape, generator=generator, device=mean.device, dtype=mean.dtype)
+            prev_sample = mean + sigma.to(mean).view(-1, 1, 1, 1) * drawn
+        return DDPOSchedulerOutput(prev_sample.to(sample.dtype), gaussian_logprob(prev_sample.detach(), mean, sigma))
+
     def set_progress_bar_config(self, *args: Any, **kwargs: Any) -> None:
         """Set the progress bar of the pipeline of diffusers."""
         self.sd_pipeline.set_progress_bar_config(*args, **kwargs)
@@ -100,14 +159,25 @@ class DefaultDDPOStableDiffusionPipeline(DDPOStableDiffusionPipeline):
         pretrained_model_name: the hub id, or a directory. LoRA weights that TRL saved there are merged into the model.
         pretrained_model_revision: the revision on the hub.
         use_lora: whether `DDPOTrainer` trains a LoRA adapter, and not the whole network.
+        **unknown: other arguments are errors.
 
     Raises:
         ImportError: diffusers is not installed.
     """
 
     def __init__(
-        self, pretrained_model_name: str, *, pretrained_model_revision: str = "main", use_lora: bool = True
+        self,
+        pretrained_model_name: str,
+        *,
+        pretrained_model_revision: str = "main",
+        use_lora: bool = True,
+        **unknown: Any,
     ) -> None:
+        refuse_unknown(DefaultDDPOStableDiffusionPipeline, unknown)
+        if not isinstance(pretrained_model_name, str | Path):
+            raise ValueError(
+                f"pretrained_model_name should be a hub id or a directory; given {pretrained_model_name!r}"
+            )
         try:
             import diffusers
         except ImportError as error:

@@ -1,6 +1,7 @@
 """Trainers and their configurations."""
 
 from trainkit_migrate import refusing
+from trainkit_trl.trainer.base import BaseTrainer
 from trainkit_trl.trainer.cpo_config import CPOConfig
 from trainkit_trl.trainer.cpo_trainer import CPOTrainer
 from trainkit_trl.trainer.ddpo_config import DDPOConfig
@@ -29,6 +30,7 @@ from trainkit_trl.trainer.utils import (
 
 __all__ = [
     "AdaptiveKLController",
+    "BaseTrainer",
     "CPOConfig",
     "CPOTrainer",
     "ConstantLengthDataset",

@@ -7,12 +7,18 @@ import sys
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from trainkit_trl.arguments import checked
 from trainkit_trl.core import flatten_dict
 
 
+@checked
 @dataclass
 class DDPOConfig:
-    """Settings of `DDPOTrainer`, of TRL 0.7.2 and 0.8.6."""
+    """Settings of `DDPOTrainer`, of TRL 0.7.2 and 0.8.6.
+
+    Raises:
+        ValueError: an argument is unknown or of another type.
+    """
 
     exp_name: str = field(default_factory=lambda: os.path.basename(sys.argv[0]).removesuffix(".py"))
     run_name: str | None = ""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,20 +16,28 @@ from torch import Tensor
 import trainkit
 from trainkit import functional as F
 from trainkit import get_trainer, hookimpl
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, RewardError, describe
+from trainkit.metrics import Mean, Metrics
 from trainkit.runs import free_directory
 from trainkit_migrate import translate
+from trainkit_trl.arguments import check_takes, refuse_unknown
 from trainkit_trl.core import set_seed
 from trainkit_trl.models.modeling_sd_base import DDPOStableDiffusionPipeline
+from trainkit_trl.trainer.base import BaseTrainer
 from trainkit_trl.trainer.ddpo_config import DDPOConfig
 
 log = logging.getLogger(__name__)
 LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "init_lora_weights": "gaussian"}
 """The adapter of TRL, on the attention of the network."""
+Trainer: Any = get_trainer("ddpo")
+BY_LOSS = "override calculate_loss or loss, which every step calls"
 
 
-class DDPOTrainer:
+class DDPOTrainer(BaseTrainer):
     """DDPO on images for the prompts of a function. ``trainer`` is the trainer of trainkit that computes.
+
+    Methods of TRL that a subclass overrides are called with what TRL gives them: `compute_rewards`, `calculate_loss`,
+    `loss` and `_setup_optimizer`. Those in ``not_called`` cannot be overridden.
 
     Args:
         config: the settings.
@@ -40,12 +48,27 @@ class DDPOTrainer:
             `trainkit_ddpo.ImagePipeline`; trained in place.
         image_samples_hook: called in the main process with the images of a collection before it is trained on: a list
             of [images, prompts, their metadata, rewards, metadata of these] for each batch, the step, and a tracker.
+        **unknown: other arguments are errors.
 
     Raises:
         ValueError: an argument has another type than it should have, or the images of a collection are no whole number
             of steps.
-        ConfigError: a setting or the pipeline has no counterpart in trainkit; says what to write instead.
+        ConfigError: a setting or the pipeline has no counterpart in trainkit, or a method is overridden that is not
+            called; says what to write instead.
     """
+
+    not_called: ClassVar[Mapping[str, str]] = {
+        "_generate_samples": "subclass trainkit_ddpo.ImagePipeline for a model that samples otherwise",
+        "_train_batched_samples": BY_LOSS,
+        "_config_check": "check the configuration before you make the trainer",
+        "_save_model_hook": "checkpoints are trainkit's; override save_pretrained for what is exported",
+        "_load_model_hook": "checkpoints are trainkit's; load the model before you make the trainer",
+    }
+    card: ClassVar[dict[str, str]] = {
+        "library_name": "diffusers\npipeline_tag: text-to-image",
+        "tag": "ddpo",
+        "text": "A diffusion model, fine-tuned on rewards of its images by DDPO.",
+    }
 
     def __init__(
         self,
@@ -54,27 +77,32 @@ class DDPOTrainer:
         prompt_function: Callable[[], tuple[str, Any]],
         sd_pipeline: Any,
         image_samples_hook: Callable[[Any, Any, Any], Any] | None = None,
+        **unknown: Any,
     ) -> None:
+        refuse_unknown(DDPOTrainer, unknown)
         _check(config, reward_function, prompt_function, image_samples_hook)
         self.config, self.sd_pipeline = config, sd_pipeline
         self.reward_fn = self.reward_function = reward_function
         self.prompt_fn = self.prompt_function = prompt_function
         self.image_samples_callback = self.image_samples_hook = image_samples_hook
         model, adapter = _model(sd_pipeline)
-        settled = _translated(config).evolve(model={"peft_config": adapter})
+        own = self.overrides("_setup_optimizer")
+        settled = _translated(config, own_optimizer=own).evolve(model={"peft_config": adapter})
+        given = {"optimizer": self._setup_optimizer} if own else {}
         scored = _named(self._scored, reward_function)
-        make: Any = get_trainer("ddpo")
-        self.trainer = make(settled, model=model, reward_fn=scored, callbacks=[_Shown(self)])
+        self.trainer: Any = DDPO(settled, owner=self, model=model, reward_fn=scored, callbacks=[_Shown(self)], **given)
         declared = max(int(config.sample_num_steps * config.train_timestep_fraction), 1)
         rows = settled.train.batch_size // declared * self.trainer.steps_per_image  # without steps that add no noise
         self.trainer.config = settled.evolve(train={"batch_size": rows})
         if isinstance(sd_pipeline, DDPOStableDiffusionPipeline):
             sd_pipeline._export = self.save_pretrained
+            sd_pipeline.scheduler.set_timesteps(config.sample_num_steps)
         self._told: dict[int, Any] = {}
         self._global_step, self._nowhere = 0, _Nowhere(self)
         set_seed(config.seed + self.accelerator.process_index)  # for the function of prompts
         if settled.train.resume:
             self.trainer.begin()
+        self.trainer.models.build()
         self.first_epoch = int(self.trainer.progress.collection)
 
     @property
@@ -86,6 +114,23 @@ class DDPOTrainer:
     def optimizer(self) -> Any:
         """The optimizer."""
         return self.trainer.optimizer
+
+    @property
+    def autocast(self) -> Callable[[], Any]:
+        """What makes a context with the precision of the run."""
+        made: Callable[[], Any] = self.accelerator.autocast
+        return made
+
+    def _setup_optimizer(self, trainable_layers_parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """Return the optimizer of the configuration, for subclasses that return another."""
+        config = self.config
+        return torch.optim.AdamW(
+            trainable_layers_parameters,
+            lr=config.train_learning_rate,
+            betas=(config.train_adam_beta1, config.train_adam_beta2),
+            weight_decay=config.train_adam_weight_decay,
+            eps=config.train_adam_epsilon,
+        )
 
     @property
     def stat_tracker(self) -> Any:
@@ -100,7 +145,13 @@ class DDPOTrainer:
     # --------------------------------------------------------------------------------------------------- training
 
     def train(self, epochs: int | None = None) -> None:
-        """Train for ``epochs``, or ``config.num_epochs``; a resumed run makes those that it lacks."""
+        """Train for ``epochs``, or ``config.num_epochs``; a resumed run makes those that it lacks.
+
+        Raises:
+            ValueError: ``epochs`` is no integer.
+        """
+        if not isinstance(epochs, int | None):
+            raise ValueError(f"epochs should be an integer or None; given {epochs!r}")
         global_step = int(self.trainer.progress.step)
         for epoch in range(self.first_epoch, self.config.num_epochs if epochs is None else epochs):
             global_step = self.step(epoch, global_step)
@@ -117,7 +168,10 @@ class DDPOTrainer:
 
         Raises:
             RewardError: the reward function failed, or returned something else than it should.
+            ValueError: an argument is no integer.
         """
+        if not (isinstance(epoch, int) and isinstance(global_step, int)):
+            raise ValueError(f"epoch and global_step should be integers; given {epoch!r} and {global_step!r}")
         prompts = [self._drawn(index) for index in range(self._images)]
         self._told, self._global_step, before = {}, global_step, self.trainer.progress.step
         self.trainer.step(prompts)
@@ -127,7 +181,7 @@ class DDPOTrainer:
 
     @property
     def _images(self) -> int:
-        return self.config.sample_batch_size * self.config.sample_num_batches_per_epoch
+        return int(self.config.sample_batch_size * self.config.sample_num_batches_per_epoch)
 
     def _drawn(self, index: int) -> dict[str, Any]:
         found = self.prompt_fn()
@@ -143,12 +197,19 @@ class DDPOTrainer:
     def compute_rewards(self, prompt_image_pairs: Sequence[Any], is_async: bool = False) -> tuple[Any, Any]:
         """Return the rewards [B] of each batch, and the metadata of the reward function for each.
 
-        `step` calls it with one batch at a time, in threads if ``config.async_reward_computation`` is set.
+        `step` calls it with one batch at a time, in threads if ``config.async_reward_computation`` is set; where a
+        subclass overrides it, with all batches of a collection, as TRL does.
 
         Args:
             prompt_image_pairs: images, prompts and metadata of each batch.
             is_async: whether the batches are scored at the same time, in ``config.max_workers`` threads.
+
+        Raises:
+            ValueError: a batch is something else.
         """
+        batches = prompt_image_pairs if isinstance(prompt_image_pairs, list | tuple) else [prompt_image_pairs]
+        if odd := [each for each in batches if not isinstance(each, list | tuple) or len(each) < 3]:
+            raise ValueError(f"a batch is a list of images, prompts and metadata; given {describe(odd[0])}")
         if is_async:
             with ThreadPoolExecutor(self.config.max_workers) as pool:
                 found = list(pool.map(self._rewarded, prompt_image_pairs))
@@ -164,6 +225,10 @@ class DDPOTrainer:
                 f"{type(found).__name__}"
             )
         return torch.as_tensor(found[0]), found[1]
+
+    def told(self, metadata: Sequence[Any]) -> None:
+        """Keep what `compute_rewards` has told of each batch of a collection, for the hook of the script."""
+        self._told = dict(enumerate(metadata))
 
     def _show(self, rollouts: list[Any]) -> None:
         """Call the hook of the script with the images of a collection."""
@@ -190,7 +255,7 @@ class DDPOTrainer:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the loss of denoising steps, ½ mean (log ρ)², and the share of ρ outside 1 ± ε.
 
-        `step` does not call it: trainkit's trainer computes a step.
+        `step` calls it if it, or `loss`, is overridden; otherwise trainkit's trainer computes the same.
 
         Args:
             latents: latents before the step [B, C, h, w].
@@ -216,27 +281,95 @@ class DDPOTrainer:
         return loss, 0.5 * (log_ratio**2).mean(), ((ratio - 1).abs() > clip_range).float().mean()
 
     def loss(self, advantages: Tensor, clip_range: float, ratio: Tensor) -> Tensor:
-        """Return the clipped surrogate, mean max(−A ρ, −A clip(ρ, 1 ± ε)). [B], [B] -> []. `step` does not call it."""
+        """Return the clipped surrogate, mean max(−A ρ, −A clip(ρ, 1 ± ε)). [B], [B] -> []."""
         return F.clipped_surrogate(ratio, advantages, cliprange=clip_range).mean()
-
-    # ------------------------------------------------------------------------------------------------------ saving
 
     def create_model_card(self, path: str | Path, model_name: str | None = "TRL DDPO Model") -> None:
         """Write a model card, README.md, to a directory."""
-        text = (
-            f"---\nlibrary_name: diffusers\npipeline_tag: text-to-image\ntags:\n- trainkit\n- ddpo\n---\n\n"
-            f"# {model_name}\n\nA diffusion model, fine-tuned on rewards of its images by DDPO.\n"
-        )
-        Path(path).mkdir(parents=True, exist_ok=True)
-        (Path(path) / "README.md").write_text(text, encoding="utf-8")
+        super().create_model_card(path, model_name)
 
-    def save_pretrained(self, save_directory: str | Path) -> None:
-        """Write the model with a model card; an adapter is merged into its weights."""
-        self.trainer.save_pretrained(save_directory)
 
-    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Publish what `save_pretrained` writes."""
-        return self.trainer.push_to_hub(repo_id, **kwargs)
+class DDPO(Trainer):  # type: ignore[misc]
+    """trainkit's DDPO with what a `DDPOTrainer` overrides.
+
+    Args:
+        *args: those of trainkit's trainer.
+        owner: the `DDPOTrainer`.
+        **kwargs: those of trainkit's trainer.
+    """
+
+    def __init__(self, *args: Any, owner: DDPOTrainer, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.owner = owner
+        self.negative: Tensor | None = None
+        """The encoded negative prompt [1, *], once it was needed."""
+
+    def begin_scoring(self) -> None:
+        """Begin a collection, which the owner scores if it has its own `compute_rewards`."""
+        if self.owner.overrides("compute_rewards"):
+            self.reward_caller = Together(self.owner)
+        super().begin_scoring()
+
+    def loss(self, batch: Any) -> tuple[Tensor, Metrics]:
+        """Return the loss and metrics, of the owner if it has its own."""
+        if not self.owner.overrides("loss", "calculate_loss"):
+            usual: tuple[Tensor, Metrics] = super().loss(batch)
+            return usual
+        embeds = batch.condition.rows
+        if self.unwrapped.guidance_scale != 1:
+            embeds = torch.cat([self._negative().to(embeds).expand_as(embeds), embeds])
+        timesteps = self.unwrapped.timesteps[batch.steps]
+        given = (batch.latents, timesteps, batch.next_latents, batch.old_logprobs, batch.advantages, embeds)
+        found = self.owner.calculate_loss(*given)
+        if not (isinstance(found, tuple) and len(found) == 3 and isinstance(found[0], Tensor)):
+            raise ConfigError(
+                f"calculate_loss should return loss, approx_kl and clipfrac; it returned {describe(found)}"
+            )
+        loss, approx_kl, clipfrac = (torch.as_tensor(each).reshape(()) for each in found)
+        count = len(batch)
+        return loss, {
+            "policy/approx_kl": Mean.of(approx_kl.expand(count)),
+            "policy/clipfrac": Mean.of(clipfrac.expand(count)),
+        }
+
+    def _negative(self) -> Tensor:
+        if self.negative is None:
+            with torch.no_grad():
+                self.negative = self.unwrapped.pipeline.encode([self.unwrapped.negative_prompt])
+        return self.negative
+
+
+class Together:
+    """Scores all batches of a collection in one call, of `DDPOTrainer.compute_rewards`."""
+
+    def __init__(self, owner: DDPOTrainer) -> None:
+        self.owner = owner
+        self.seconds: list[float] = []
+        """How long scoring has taken; not measured."""
+        self._batches: list[Any] = []
+        self._found: Sequence[Any] | None = None
+
+    def submit(self, rollouts: Any, step: int) -> Callable[[], Tensor]:
+        """Keep a batch, and return what gives its rewards."""
+        index = len(self._batches)
+        metadata = tuple(row["metadata"] for row in rollouts.rows)
+        self._batches.append([rollouts.images.clone(), tuple(rollouts.prompts), metadata])
+        return lambda: self._rewards()[index]
+
+    def _rewards(self) -> Sequence[Tensor]:
+        if self._found is None:
+            found = self.owner.compute_rewards(self._batches, is_async=self.owner.config.async_reward_computation)
+            rewards, told = (tuple(each) for each in found)
+            rewards = tuple(torch.as_tensor(each).cpu().float().flatten() for each in rewards)
+            wanted = [len(images) for images, *_ in self._batches]
+            if [len(each) for each in rewards] != wanted:
+                raise RewardError(
+                    f"compute_rewards should return rewards of {wanted} images in a batch each; it returned "
+                    f"{[len(each) for each in rewards]}"
+                )
+            self._found = rewards
+            self.owner.told(told)
+        return self._found
 
 
 class _Shown:
@@ -299,11 +432,17 @@ def _named(call: Callable[..., Any], function: Any) -> Callable[..., Any]:
 def _check(config: Any, reward_function: Any, prompt_function: Any, hook: Any) -> None:
     if not isinstance(config, DDPOConfig):
         raise ValueError(f"config should be a DDPOConfig; given {type(config).__name__}")
-    for name, given in {"reward_function": reward_function, "prompt_function": prompt_function}.items():
-        if not callable(given):
-            raise ValueError(f"{name} should be a function; given {type(given).__name__}")
-    if hook is not None and not callable(hook):
-        raise ValueError(f"image_samples_hook should be a function; given {type(hook).__name__}")
+    for name, function, *arguments in (
+        ("reward_function", reward_function, "images", "prompts", "metadata"),
+        ("prompt_function", prompt_function),
+        ("image_samples_hook", hook, "data", "step", "tracker"),
+    ):
+        if function is None and name != "image_samples_hook":
+            raise ValueError(f"{name} should be a function; given NoneType")
+        check_takes(name, function, *arguments)
+    for name in ("sample_batch_size", "sample_num_batches_per_epoch", "sample_num_steps", "train_batch_size"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} should be 1 at least; given {getattr(config, name)}")
     images = config.sample_batch_size * config.sample_num_batches_per_epoch
     step = config.train_batch_size * config.train_gradient_accumulation_steps
     if images % step:
@@ -313,7 +452,7 @@ def _check(config: Any, reward_function: Any, prompt_function: Any, hook: Any) -
         )
 
 
-def _translated(config: DDPOConfig) -> trainkit.TRLConfig[Any]:
+def _translated(config: DDPOConfig, *, own_optimizer: bool) -> trainkit.TRLConfig[Any]:
     processes = int(os.environ.get("WORLD_SIZE", 1))
     found = translate(
         "trl",
@@ -326,6 +465,8 @@ def _translated(config: DDPOConfig) -> trainkit.TRLConfig[Any]:
         log.warning("%s", remark)
     if config.allow_tf32 and torch.cuda.is_available():
         torch.set_float32_matmul_precision("high")
+    if own_optimizer:
+        del found.config["optimizer"]
     train = found.config["train"]
     if train.get("resume") == "auto" and not [*Path(train["run_dir"]).glob("checkpoints/step_*")]:
         raise ValueError(f"resume_from is {config.resume_from!r}, where there is no checkpoint of a run of trainkit")

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
 
 
-def check_lists(given: dict[str, Any], size: int) -> None:
-    """Raise a ValueError unless all are lists of ``size`` tensors."""
+def check_lists(given: dict[str, Any], size: int | None) -> None:
+    """Raise a ValueError unless all are lists of ``size`` tensors; None: of any size."""
     for name, values in given.items():
         if not isinstance(values, list):
             raise ValueError(f"{name} must be a list of tensors - got {type(values)}")
         for each in values:
             if not isinstance(each, Tensor):
                 raise ValueError(f"Elements in {name} must be tensors - got {type(each)}")
-        if len(values) != size:
+        if size is not None and len(values) != size:
             raise ValueError(
                 f"Batch size ({size}) does not match number of examples - but got {len(values)} for: {name}; "
                 "give one for each row, or change batch_size of PPOConfig"
@@ -32,12 +35,14 @@ def check_ids(name: str, rows: list[Tensor]) -> None:
             )
 
 
-def check_scores(scores: list[Tensor]) -> None:
-    """Raise a ValueError unless all are single, finite numbers."""
+def check_scores(scores: Sequence[Any]) -> None:
+    """Raise a ValueError unless all are single, finite numbers, or tensors of one."""
     for index, score in enumerate(scores):
-        if score.dim() > 1 or score.numel() != 1:
+        if isinstance(score, Tensor) and (score.dim() > 1 or score.numel() != 1):
             raise ValueError(f"Scores must be 0- or 1-dimensional with one element - got {tuple(score.shape)}")
-        if not score.isfinite():
+        if not isinstance(score, Tensor | Real):
+            raise ValueError(f"scores[{index}] must be a number or a tensor of one - got {type(score)}")
+        if not math.isfinite(float(score)):
             raise ValueError(f"scores[{index}] is {float(score)}; scores must be finite numbers, correct the reward")
 
 

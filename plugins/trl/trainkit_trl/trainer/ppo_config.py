@@ -7,24 +7,32 @@ import sys
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from trainkit_trl.arguments import checked
 from trainkit_trl.core import flatten_dict
 
+OF_0_7 = {"learning_rate": 1e-5, "batch_size": 256, "mini_batch_size": 1}
+"""Defaults of TRL 0.7.2 that 0.8 changed."""
 
+
+@checked
 @dataclass
 class PPOConfig:
-    """Settings of `PPOTrainer`, of TRL 0.7.2 and 0.8.6.
+    """Settings of `PPOTrainer`, of TRL 0.7.2 and 0.8.6, with the defaults of 0.8.6.
+
+    Those of 0.7.2 were 1e-5 for ``learning_rate``, 256 for ``batch_size`` and 1 for ``mini_batch_size``.
 
     Raises:
-        ValueError: sizes are not multiples of each other, or ``kl_penalty`` is unknown.
+        ValueError: an argument is unknown or of another type, sizes are not multiples of each other, ``kl_penalty`` is
+            unknown, or ``push_to_hub_if_best_kwargs`` has no ``repo_id``.
     """
 
     exp_name: str = field(default_factory=lambda: os.path.basename(sys.argv[0]).removesuffix(".py"))
     seed: int = 0
     log_with: Literal["wandb", "tensorboard"] | None = None
     task_name: str | None = None
-    model_name: str | None = None
-    query_dataset: str | None = None
-    reward_model: str | None = None
+    model_name: str | None = "gpt2"
+    query_dataset: str | None = "imdb"
+    reward_model: str | None = "sentiment-analysis:lvwerra/distilbert-imdb"
     remove_unused_columns: bool = True
     tracker_kwargs: dict[str, Any] = field(default_factory=dict)
     accelerator_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -32,7 +40,7 @@ class PPOConfig:
     tracker_project_name: str = "trl"
     push_to_hub_if_best_kwargs: dict[str, Any] = field(default_factory=dict)
     steps: int = 20000
-    learning_rate: float = 1e-5
+    learning_rate: float = 1.41e-5
     adap_kl_ctrl: bool = True
     init_kl_coef: float | None = 0.2
     kl_penalty: Literal["kl", "abs", "mse", "full"] = "kl"
@@ -43,9 +51,9 @@ class PPOConfig:
     cliprange: float = 0.2
     cliprange_value: float = 0.2
     vf_coef: float = 0.1
-    batch_size: int = 256
+    batch_size: int = 128
     forward_batch_size: int | None = None
-    mini_batch_size: int = 1
+    mini_batch_size: int = 128
     gradient_accumulation_steps: int = 1
     world_size: int | None = None
     ppo_epochs: int = 4
@@ -69,6 +77,11 @@ class PPOConfig:
     def __post_init__(self) -> None:
         if self.kl_penalty not in ("kl", "abs", "mse", "full"):
             raise ValueError(f"kl_penalty should be kl, abs, mse or full; given {self.kl_penalty!r}")
+        for name in ("batch_size", "mini_batch_size", "gradient_accumulation_steps", "steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} should be 1 at least; given {getattr(self, name)}")
+        if self.push_to_hub_if_best_kwargs and "repo_id" not in self.push_to_hub_if_best_kwargs:
+            raise ValueError("push_to_hub_if_best_kwargs has no repo_id; give it, or call push_to_hub after training")
         self.backward_batch_size = self.mini_batch_size * self.gradient_accumulation_steps
         if self.batch_size % self.backward_batch_size:
             raise ValueError(

@@ -5,26 +5,31 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
-from functools import cache
-from pathlib import Path
+from functools import cache, cached_property
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, default_collate
-from transformers import PreTrainedModel
+from transformers import DataCollatorForLanguageModeling, PreTrainedModel
 
 import trainkit
 from trainkit.errors import ConfigError, DataError, describe
+from trainkit.metrics import Std
 from trainkit.models import PreTrainedModelWrapper
 from trainkit_migrate import translate, translate_sampling
+from trainkit_trl.arguments import check_takes, refuse_unknown
+from trainkit_trl.core import average_torch_dicts, convert_to_scalar, set_seed, stats_to_np
+from trainkit_trl.trainer.base import BaseTrainer
 from trainkit_trl.trainer.ppo_checks import check_ids, check_lists, check_masks, check_scores
-from trainkit_trl.trainer.ppo_config import PPOConfig
-from trainkit_trl.trainer.ppo_formulas import trainer_class
-from trainkit_trl.trainer.ppo_parts import Parts
+from trainkit_trl.trainer.ppo_config import OF_0_7, PPOConfig
+from trainkit_trl.trainer.ppo_formulas import PPO, Controller
+from trainkit_trl.trainer.ppo_parts import Parts, described
 from trainkit_trl.trainer.utils import AdaptiveKLController, FixedKLController
 
 log = logging.getLogger(__name__)
@@ -56,9 +61,19 @@ STATISTICS = {
 VARIANCES = {"ppo/returns/var": "returns/std", "ppo/val/var": "values/std"}
 """The names of TRL for squares of metrics of trainkit."""
 
+FILLED = (
+    *("is_encoder_decoder", "is_peft_model", "backward_batch_size", "global_backward_batch_size", "global_batch_size"),
+    *("world_size", "exp_name", "steps", "model_name", "query_dataset", "reward_model"),
+)
+"""Settings that trainers fill in, or that only label a run."""
 
-class PPOTrainer(Parts):
+
+class PPOTrainer(Parts, BaseTrainer):
     """PPO in a loop of one's own. ``trainer`` is the trainer of trainkit that computes.
+
+    `step` calls methods that a subclass overrides with what TRL gives them: `compute_rewards`, `_kl_penalty`,
+    `compute_advantages`, `loss`, `train_minibatch`, `record_step_stats` and `gather_stats`. Those in ``not_called``
+    cannot be overridden.
 
     Args:
         config: the settings.
@@ -70,12 +85,24 @@ class PPOTrainer(Parts):
         data_collator: makes a batch of rows; None: that of torch, which stacks tensors of one length.
         num_shared_layers: the lowest layers that model and reference share; they are not trained. Without effect if
             ``ref_model`` is given.
-        lr_scheduler: a learning-rate schedule of the optimizer, which every step of it advances.
+        lr_scheduler: a learning-rate schedule of the optimizer, which every call of `step` advances once.
+        **unknown: other arguments are errors.
 
     Raises:
         ValueError: an argument has another type than it should have.
-        ConfigError: a setting or argument has no counterpart in trainkit; says what to write instead.
+        ConfigError: a setting or argument has no counterpart in trainkit, or a method is overridden that is not called;
+            says what to write instead.
     """
+
+    not_called: ClassVar[Mapping[str, str]] = {
+        "batched_forward_pass": "override loss or train_minibatch, which get its results",
+        "prepare_model_inputs": "override prepare_dataloader, or change queries and responses before step",
+        "_early_stop": "set early_stopping and target_kl of PPOConfig",
+        "_generate_batched": "override generate",
+        "_remove_unused_columns": "override prepare_dataloader, or set remove_unused_columns=False",
+        "_set_signature_columns_if_needed": "override prepare_dataloader, or set remove_unused_columns=False",
+        "_prepare_deepspeed": "give accelerator_kwargs, or write train.sharding of trainkit",
+    }
 
     def __init__(
         self,
@@ -88,7 +115,9 @@ class PPOTrainer(Parts):
         data_collator: Callable[[list[Any]], Any] | None = None,
         num_shared_layers: int | None = None,
         lr_scheduler: Any = None,
+        **unknown: Any,
     ) -> None:
+        refuse_unknown(PPOTrainer, unknown)
         if not isinstance(config, PPOConfig):
             raise ValueError(f"config should be a PPOConfig; given {type(config).__name__}")
         if not isinstance(model, PreTrainedModelWrapper):
@@ -99,22 +128,63 @@ class PPOTrainer(Parts):
             raise ValueError(f"tokenizer should be a tokenizer of transformers; given {type(tokenizer).__name__}")
         if not isinstance(ref_model, PreTrainedModelWrapper | PreTrainedModel | None):
             raise ValueError(f"ref_model should be a model with a value head; given {type(ref_model).__name__}")
-        if not (data_collator is None or callable(data_collator)):
-            raise ValueError(f"data_collator should be a function of rows; given {type(data_collator).__name__}")
+        check_takes("data_collator", data_collator, "rows")
+        if not isinstance(lr_scheduler, LRScheduler | None):
+            raise ValueError(f"lr_scheduler should be one of torch.optim; given {type(lr_scheduler).__name__}")
+        if dataset is None:
+            warnings.warn(
+                "there is no dataset, and so no dataloader: give step() batch_size queries of your own", stacklevel=2
+            )
         if num_shared_layers is not None and ref_model is not None:
             warnings.warn("num_shared_layers has no effect, since ref_model is given", stacklevel=2)
             num_shared_layers = None
-        self.config, self.tokenizer, self.dataset = config, tokenizer, dataset
-        settled = _translated(config, model, num_shared_layers, own_optimizer=optimizer is not None)
-        given = {"reference": ref_model, "optimizer": optimizer, "scheduler": lr_scheduler}
-        given = {name: value for name, value in given.items() if value is not None}
-        self.trainer: Any = trainer_class(config)(settled, model=model, tokenizer=tokenizer, **given)
+        set_seed(config.seed)
+        self.config, self.tokenizer, self.dataset, self.lr_scheduler = config, tokenizer, dataset, lr_scheduler
         self.model, self._given_reference = model, ref_model
-        self.is_encoder_decoder = bool(model.config.is_encoder_decoder)
+        self.is_encoder_decoder = config.is_encoder_decoder = bool(model.config.is_encoder_decoder)
         self.is_peft_model = config.is_peft_model = bool(model.is_peft_model)
-        config.is_encoder_decoder = self.is_encoder_decoder
+        settled = _translated(config, model, num_shared_layers, own_optimizer=optimizer is not None)
+        schedule = None if lr_scheduler is None else _OfSteps(lr_scheduler)
+        given = {"reference": ref_model, "optimizer": optimizer, "scheduler": schedule}
+        given = {name: value for name, value in given.items() if value is not None}
+        self.trainer: Any = PPO(settled, owner=self, model=model, tokenizer=tokenizer, **given)
+        self._check_overrides()
+        self.trainer.models.build()
+        inner = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
+        if isinstance(inner, torch.optim.Optimizer):  # not that of DeepSpeed, which keeps gradients itself
+            inner.register_step_post_hook(self._keep_gradient)
+        self._gradient: list[tuple[Any, Tensor]] = []
+        self._logged: Collection[str] = ()  # names of metrics that `step` has logged
+        adapted = config.adap_kl_ctrl and config.init_kl_coef and config.target is not None
+        beta = config.init_kl_coef or 0.0
+        self.kl_ctl = (
+            AdaptiveKLController(beta, config.target or 0, config.horizon or 10000)
+            if adapted
+            else FixedKLController(beta)
+        )
+        config.world_size = int(self.accelerator.num_processes)
+        config.global_batch_size = config.batch_size * config.world_size
+        config.global_backward_batch_size = (config.backward_batch_size or 1) * config.world_size
         self.dataloader = None if dataset is None else self.prepare_dataloader(dataset, data_collator)
-        self._length = 0
+
+    def _check_overrides(self) -> None:
+        """Raise a ConfigError if a method is overridden whose arguments there are not."""
+        if self.config.kl_penalty == "full" and self.overrides("compute_rewards", "_kl_penalty"):
+            raise ConfigError(
+                "kl_penalty is 'full', for which TRL gives compute_rewards and _kl_penalty whole distributions, and "
+                "trainkit keeps none; set kl_penalty to kl, abs or mse, or do not override them"
+            )
+        alone = self.accelerator.num_processes == 1 and not self.is_encoder_decoder
+        if self.overrides("loss", "train_minibatch") and not alone:
+            raise ConfigError(
+                "loss and train_minibatch can be overridden in one process, for models that are no encoder-decoders; "
+                "override loss of trainkit_ppo.PPOTrainer, and write a run of trainkit"
+            )
+
+    def _keep_gradient(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Keep the gradient of an optimizer step, without a copy."""
+        trained = [each for group in optimizer.param_groups for each in group["params"]]
+        self._gradient = [(each, each.grad) for each in trained if each.grad is not None]
 
     @property
     def accelerator(self) -> Any:
@@ -133,11 +203,6 @@ class PPOTrainer(Parts):
         return self.trainer.optimizer
 
     @property
-    def lr_scheduler(self) -> Any:
-        """The schedule of the learning rate."""
-        return self.trainer.models.scheduler
-
-    @property
     def ref_model(self) -> Any:
         """The reference, without a value head if it was not given; None if it is the model without its adapter."""
         if self._given_reference is not None or self.is_peft_model:
@@ -145,12 +210,38 @@ class PPOTrainer(Parts):
         return self.trainer.reference.policy.model
 
     @property
-    def kl_ctl(self) -> AdaptiveKLController | FixedKLController:
-        """The controller of the KL penalty, with its present β."""
-        coef, config = self.trainer.kl.coef, self.config
-        if config.adap_kl_ctrl and config.target is not None:
-            return AdaptiveKLController(coef, config.target, config.horizon or 10000)
-        return FixedKLController(coef)
+    def is_distributed(self) -> bool:
+        """Whether there are several processes."""
+        return bool(self.accelerator.num_processes > 1)
+
+    @property
+    def model_params(self) -> list[torch.nn.Parameter]:
+        """The parameters that are trained."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    @property
+    def running(self) -> Any:
+        """Mean and deviation of all scores so far, with ``use_score_scaling``."""
+        return self.trainer.moments
+
+    @property
+    def optional_peft_ctx(self) -> Callable[[], AbstractContextManager[Any]]:
+        """What makes a context in which the model is the reference, if that is the model without its adapter."""
+        return self.model.pretrained_model.disable_adapter if self.is_peft_model else nullcontext
+
+    @property
+    def kl_ctl(self) -> Any:
+        """The controller of the KL penalty, with its present β as ``value``."""
+        return self.trainer.kl.given
+
+    @kl_ctl.setter
+    def kl_ctl(self, controller: Any) -> None:
+        self.trainer.kl = Controller(controller)
+
+    @cached_property
+    def data_collator(self) -> Any:
+        """What pads token ids, as in TRL; the argument ``data_collator`` is that of `dataloader`."""
+        return DataCollatorForLanguageModeling(self.tokenizer, mlm=False)
 
     def prepare_dataloader(self, dataset: Any, data_collator: Callable[[list[Any]], Any] | None = None) -> Any:
         """Return a loader of shuffled batches of ``config.batch_size`` rows; a last, smaller batch is dropped.
@@ -204,13 +295,19 @@ class PPOTrainer(Parts):
             A list of token ids, or for a single query [1, T]; two of them with ``generate_ref_response``.
 
         Raises:
-            ValueError: the query is no list and has more than one dimension.
+            ValueError: the query is no list and has more than one dimension, or the list holds something else than
+                token ids.
             ConfigError: an argument has no counterpart in trainkit.
         """
+        check_takes("length_sampler", length_sampler)
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise ValueError(f"batch_size should be 1 at least; given {batch_size!r}")
         single = isinstance(query_tensor, Tensor)
         if single and query_tensor.dim() != 1:  # type: ignore[union-attr]
             raise ValueError(f"a query is a tensor [P]; given {tuple(query_tensor.shape)}")  # type: ignore[union-attr]
-        queries: list[Tensor] = [query_tensor] if isinstance(query_tensor, Tensor) else list(query_tensor)
+        queries = [query_tensor] if isinstance(query_tensor, Tensor) else query_tensor
+        check_lists({"query_tensor": queries}, None)
+        check_ids("query_tensor", queries)
         settings = _sampling(generation_kwargs, self.trainer.model_config.get_text_config().vocab_size)
         made = list(self._batches(queries, batch_size, length_sampler, settings, return_prompt))
         found = made[0].unsqueeze(0) if single else made
@@ -259,14 +356,39 @@ class PPOTrainer(Parts):
         """
         started, size = perf_counter(), self.config.batch_size
         queries, responses, scores, masks = self._step_safety_checker(size, queries, responses, scores, response_masks)
+        coef = self.kl_ctl.value
         metrics = self.trainer.step(queries, responses, [float(score) for score in scores], response_masks=masks)
+        for parameter, gradient in self._gradient:
+            parameter.grad = gradient  # to be read; the next step begins without it
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
         trained = perf_counter()
-        stats = {**self.statistics(metrics), **self.trainer.seen, **_lengths("queries", queries)}
+        stats = self._stats(coef, metrics, queries, responses)
+        if self.overrides("gather_stats") and self.accelerator.num_processes > 1:
+            stats = self.gather_stats(stats)
         seconds = dict(self.trainer.seconds)
         seconds["time/ppo/optimize_step"] = trained - started - sum(seconds.values())
         ended = perf_counter()
         seconds |= {"time/ppo/calc_stats": ended - trained, "time/ppo/total": ended - started}
-        return {**stats, **seconds}
+        self._logged = metrics.keys()
+        return convert_to_scalar(stats_to_np({**stats, **seconds}))
+
+    def _stats(
+        self, coef: float, metrics: dict[str, float], queries: list[Tensor], responses: list[Tensor]
+    ) -> dict[str, Any]:
+        """Return the statistics of a step by the names of TRL, with those of methods that are overridden."""
+        losses = average_torch_dicts([_means(each) for each in self.trainer.losses]) if self.trainer.losses else {}
+        stats = {**self.statistics(metrics), **{f"ppo/{name}": losses[name] for name in losses}, **self.trainer.seen}
+        for name, rows in {"queries": queries, "responses": responses}.items():
+            stats |= {f"tokens/{name}_{key}": value for key, value in described(rows).items()}
+        if not self.overrides("record_step_stats"):
+            return stats
+        names = [name for name in stats if name.partition("/")[2].startswith(("loss/", "policy/", "val/", "returns/"))]
+        train_stats = {name.removeprefix("ppo/"): torch.as_tensor(stats[name])[None] for name in names}
+        train_stats = {**{name: value[None] for name, value in losses.items()}, **train_stats}
+        told = {name: value for name, value in self.trainer.told.items() if name not in ("rewards", "values")}
+        further = {"queries": queries, "responses": responses, "train_stats": train_stats}
+        return stats | self.record_step_stats(kl_coef=coef, **told, **further)
 
     def statistics(self, metrics: dict[str, float]) -> dict[str, Any]:
         """Return metrics of trainkit by the names of TRL, and those that TRL lacks by their own."""
@@ -303,47 +425,56 @@ class PPOTrainer(Parts):
         rewards: list[Tensor],
         columns_to_log: list[str] | tuple[str, ...] = ("query", "response"),
     ) -> None:
-        """Log mean and deviation of the rewards; `step` has logged the other statistics.
+        """Log the statistics of `step` that are numbers, by TRL's names, with mean and deviation of the rewards.
+
+        Those that TRL lacks have been logged by `step`. wandb gets columns and rewards as a table, ``game_log``.
 
         Args:
-            stats: what `step` returned; the numbers are added to it.
+            stats: what `step` returned, and what a script has added; the numbers of the rewards are added to it.
             batch: the rows of the step.
             rewards: their rewards.
-            columns_to_log: columns of ``batch`` that must be there.
+            columns_to_log: columns of ``batch``.
 
         Raises:
-            ValueError: the batch lacks a column.
+            ValueError: the batch lacks a column, and ``log_with`` is ``"wandb"``.
         """
+        if not isinstance(stats, dict) or not isinstance(batch, Mapping) or not len(rewards):
+            raise ValueError(
+                "log_stats takes what step returned, a dictionary of columns, and a reward at least; given "
+                f"{describe(stats)}, {describe(batch)} and {describe(rewards)}"
+            )
+        check_scores(rewards)
         if missing := [name for name in columns_to_log if name not in batch]:
-            raise ValueError(f"the batch has no {', '.join(map(repr, missing))}; it has {', '.join(batch)}")
-        given = torch.stack([torch.as_tensor(reward, dtype=torch.float32).cpu().reshape(()) for reward in rewards])
-        means = {
-            "env/reward_mean": given.mean().item(),
-            "env/reward_std": given.std().item() if len(given) > 1 else 0.0,
-        }
-        stats |= means
+            told = f"the batch has no {', '.join(map(repr, missing))}; it has {', '.join(map(str, batch)) or 'nothing'}"
+            if self.config.log_with == "wandb":
+                raise ValueError(f"{told}; add it, or give columns_to_log")
+            _say_once(f"log_stats(): {told}")
+        given = torch.tensor([float(reward) for reward in rewards], dtype=torch.float32)
+        given = self.accelerator.gather(given.to(self.current_device)).cpu()
+        stats |= {"env/reward_mean": given.mean().item(), "env/reward_std": Std.of(given).compute()}
+        stats |= {"env/reward_dist": given.numpy()}
+        numbers = {name: value for name, value in convert_to_scalar(stats).items() if isinstance(value, int | float)}
         if self.accelerator.is_main_process:
-            hook, step = self.trainer.hooks.hook, self.trainer.progress.step
-            hook.log_metrics(trainer=self.trainer, step=step, metrics=means)
+            metrics = {name: float(numbers[name]) for name in numbers if name not in self._logged}
+            self.trainer.hooks.hook.log_metrics(trainer=self.trainer, step=self.trainer.progress.step, metrics=metrics)
+        if self.config.log_with == "wandb":
+            columns = (*columns_to_log, "reward")
+            texts = zip(*(batch[name] for name in columns_to_log), map(float, rewards), strict=True)
+            self._log_table(columns, self.trainer.gather([list(row) for row in texts]))
+
+    def _log_table(self, columns: tuple[str, ...], rows: list[Any]) -> None:
+        """Log the rows of a step to the tracker of accelerate, as ``game_log``."""
+        for tracker in self.trainer.hooks.get_plugins() if self.accelerator.is_main_process else ():
+            if hasattr(tracker, "opened") and hasattr(opened := tracker.opened(self.trainer), "log_table"):
+                opened.log_table("game_log", columns=[*columns], data=rows, step=self.trainer.progress.step)
 
     # ------------------------------------------------------------------------------------------------------ saving
 
-    def create_model_card(self, path: str | Path, model_name: str | None = "TRL Model") -> None:
-        """Write a model card, README.md, to a directory."""
-        text = (
-            f"---\nlibrary_name: transformers\ntags:\n- trainkit\n- ppo\n---\n\n# {model_name}\n\n"
-            "A language model with a value head, fine-tuned by PPO.\n"
-        )
-        Path(path).mkdir(parents=True, exist_ok=True)
-        (Path(path) / "README.md").write_text(text, encoding="utf-8")
-
-    def save_pretrained(self, save_directory: str | Path) -> None:
-        """Write model, value head, tokenizer and model card."""
-        self.trainer.save_pretrained(save_directory)
-
-    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Publish what `save_pretrained` writes."""
-        return self.trainer.push_to_hub(repo_id, **kwargs)
+    card: ClassVar[dict[str, str]] = {
+        "library_name": "transformers",
+        "tag": "ppo",
+        "text": "A language model with a value head, fine-tuned by PPO.",
+    }
 
 
 def _stacked(rows: list[Any]) -> Any:
@@ -364,35 +495,59 @@ def _sampling(given: dict[str, Any], vocabulary: int) -> dict[str, Any]:
     if found.refused:
         raise ConfigError("arguments without counterpart:\n  " + "\n  ".join(map(str, found.refused)))
     for remark in found.remarks:
-        _say_once(str(remark))
+        _say_once(f"generate(): {remark}")
     usual = {"top_k": 50, "max_new_tokens": 20, **found.config}  # as in transformers
     return {**usual, **{name: int(usual[name]) for name in ("top_k", "max_new_tokens")}}
 
 
-def _lengths(name: str, rows: list[Tensor]) -> dict[str, Any]:
-    found = torch.tensor([len(row) for row in rows], dtype=torch.float32)
-    spread = found.std().item() if len(found) > 1 else 0.0
-    return {f"tokens/{name}_len_mean": found.mean().item(), f"tokens/{name}_len_std": spread}
+def _means(stats: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: torch.as_tensor(value).detach().float().mean().cpu() for name, value in stats.items()}
+
+
+class _OfSteps(LRScheduler):
+    """A schedule that `PPOTrainer.step` advances, and not every optimizer step of it."""
+
+    def __init__(self, given: LRScheduler) -> None:
+        self.given, self.optimizer = given, given.optimizer
+
+    def step(self, epoch: int | None = None) -> None:
+        """Do nothing."""
+
+    def get_last_lr(self) -> list[Any]:
+        """Return the present learning rates."""
+        return self.given.get_last_lr()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the schedule."""
+        return self.given.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the state of the schedule."""
+        self.given.load_state_dict(state_dict)
 
 
 @cache
 def _say_once(text: str) -> None:
-    log.warning("generate(): %s", text)
+    log.warning("%s", text)
 
 
 def _translated(config: PPOConfig, model: Any, shared: int | None, *, own_optimizer: bool) -> trainkit.TRLConfig[Any]:
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    filled = ("is_encoder_decoder", "is_peft_model", "backward_batch_size", "exp_name", "steps", "model_name")
-    given = {name: value for name, value in asdict(config).items() if name not in filled}
+    given = {name: value for name, value in asdict(config).items() if name not in FILLED}
     found = translate("trl", {"PPOConfig": given}, processes=processes)
     if found.refused:
         raise ConfigError("settings of TRL without counterpart:\n  " + "\n  ".join(map(str, found.refused)))
     for remark in found.remarks:
         log.warning("%s", remark)
+    if usual := [name for name in OF_0_7 if getattr(config, name) == getattr(PPOConfig, name)]:
+        told = ", ".join(f"{name}={getattr(config, name)}, which was {OF_0_7[name]} in 0.7" for name in usual)
+        _say_once(f"PPOConfig has defaults of TRL 0.8: {told}; write the values that you need")
     if own_optimizer:
         del found.config["optimizer"]
     settled = trainkit.default_config("ppo").evolve(**found.config)
     if shared is None:
         return settled
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    if not isinstance(shared, int) or not 0 <= shared <= layers:
+        raise ValueError(f"num_shared_layers should be from 0 to {layers}, the layers of the model; given {shared!r}")
     return settled.evolve(model={"num_layers_unfrozen": layers - shared})
