@@ -123,11 +123,6 @@ BAD: list[tuple[str, Callable[[], Any], str]] = [
     ),
     ("sizes", lambda: ppo(config={"batch_size": 3}), r"batch_size \(3\) should be a multiple of mini_batch_size \(2\)"),
     ("an unknown penalty", lambda: ppo(config={"kl_penalty": "k9"}), r"kl_penalty should be kl, abs, mse or full"),
-    (
-        "several sets of held-out samples",
-        lambda: offline(DPOTrainer, PAIRS, eval_dataset={"one": PAIRS, "two": PAIRS}),
-        r"mapping of 2 datasets, one, two; give one",
-    ),
     ("pairs without prompts", lambda: offline(DPOTrainer, [{"chosen": "a", "rejected": "b"}]), r"has no prompt; it"),
     (
         "texts in the place of token ids",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
@@ -10,9 +11,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerBase, TrainingArguments
 
 from trainkit import Sequences
-from trainkit.functional import preference_accuracy
-from trainkit_trl.trainer.offline import count, longest, single
-from trainkit_trl.trainer.pairs import PairTrainer, without_dropout
+from trainkit_trl.trainer.calling import NOT_CALLED, OF_PAIRS
+from trainkit_trl.trainer.offline import count, longest
+from trainkit_trl.trainer.pairs import PairTrainer, averaged, measured, without_dropout
 
 
 class DPOTrainer(PairTrainer):
@@ -58,6 +59,14 @@ class DPOTrainer(PairTrainer):
         ConfigError: a setting has no counterpart in trainkit; says what to write instead.
     """
 
+    not_called: ClassVar[Mapping[str, str]] = {
+        **NOT_CALLED,
+        **OF_PAIRS,
+        "compute_reference_log_probs": "override concatenated_forward, or give another ref_model",
+        "null_ref_context": "give another ref_model",
+        "_prepare_deepspeed": "trainkit divides the models itself; remove it",
+    }
+    of_loss: ClassVar[tuple[str, ...]] = (*PairTrainer.of_loss, "dpo_loss")
     method: ClassVar[str] = "dpo"
     section: ClassVar[str] = "DPOTrainer"
 
@@ -108,9 +117,7 @@ class DPOTrainer(PairTrainer):
             auto = AutoModelForSeq2SeqLM if is_encoder_decoder else AutoModelForCausalLM
             ref_model = auto.from_pretrained(ref_model, **(ref_model_init_kwargs or {}))
         rows = None if train_dataset is None else count(train_dataset)
-        train, held_out = (
-            None if each is None else self.samples(each) for each in (train_dataset, single(eval_dataset))
-        )
+        train, held_out = self.read(train_dataset, eval_dataset)
         reference = None if reference_free else ref_model
         self._begin(given, train, held_out, rows=rows, reference=reference)
 
@@ -124,10 +131,10 @@ class DPOTrainer(PairTrainer):
     def concatenated_forward(self, model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return log π [B] and logits [B, T, V] of the chosen and the rejected sides: two and two."""
         self.trainer.models.build()  # it switches dropout off, and makes the reference before training
-        both = self.concatenated_inputs(batch, label_pad_token_id=self.label_pad_token_id)
+        both = self._both(batch)
         logits = model(both["concatenated_input_ids"], attention_mask=both["concatenated_attention_mask"]).logits
         average = self.loss_type == "ipo" and self.trainer.method.ipo_length_normalize
-        logps = self.get_batch_logps(logits, both["concatenated_labels"], average, self.label_pad_token_id)
+        logps = self._logps(logits, both["concatenated_labels"], average)
         return (*logps.chunk(2), *logits.chunk(2))
 
     def dpo_loss(
@@ -167,20 +174,13 @@ class DPOTrainer(PairTrainer):
         """
         chosen, rejected, chosen_logits, rejected_logits = self.concatenated_forward(model, batch)
         losses, good, bad = self.dpo_loss(chosen, rejected, *self._reference_logps(batch))
-        prefix = "eval_" * (train_eval == "eval")
-        found = {
-            "rewards/chosen": good,
-            "rewards/rejected": bad,
-            "rewards/accuracies": preference_accuracy(good, bad),
-            "rewards/margins": good - bad,
-            "logps/chosen": chosen,
-            "logps/rejected": rejected,
-            "logits/chosen": chosen_logits,
-            "logits/rejected": rejected_logits,
-        }
-        return losses.mean(), {f"{prefix}{name}": value.detach().mean().cpu() for name, value in found.items()}
+        found = measured(good, bad, chosen, rejected, chosen_logits, rejected_logits)
+        return losses.mean(), averaged(found, train_eval)
 
-    get_batch_metrics = get_batch_loss_metrics
+    def inputs_of(self, batch: Any) -> dict[str, Tensor]:
+        """Return ids, attention masks and labels [B, T] of both sides, and log π_ref [B] of both, if that is known."""
+        known = {f"reference_{side}_logps": getattr(batch, f"ref_{side}", None) for side in ("chosen", "rejected")}
+        return {**super().inputs_of(batch), **{name: value for name, value in known.items() if value is not None}}
 
     @torch.no_grad()
     def _reference_logps(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
+import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,6 +26,7 @@ from trainkit.errors import ConfigError, DataError
 from trainkit.models import has_adapter
 from trainkit.runs import free_directory
 from trainkit_migrate import framework, translate
+from trainkit_trl.trainer.calling import Calling, calling
 from trainkit_trl.trainer.reward_config import OLD
 
 log = logging.getLogger(__name__)
@@ -37,29 +41,50 @@ NAMES = {"loss/total": "loss", "train/lr": "learning_rate", "train/grad_norm": "
 
 
 class Log:
-    """Keeps the metrics of a run by the names of transformers, in a `TrainerState`."""
+    """Gives the metrics of a run to `OfflineTrainer.log` by TRL's names, and writes a model with every checkpoint."""
 
-    def __init__(self) -> None:
-        self.state = TrainerState()
+    def __init__(self, owner: OfflineTrainer) -> None:
+        self.owner, self.state = owner, TrainerState()
+        self.given: Mapping[str, float] | None = None
+        """The metrics of the run that are being logged."""
+        self.written: list[Path] = []
 
     @hookimpl
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Add the metrics to the history."""
+        """Log metrics of the run, unless it is `OfflineTrainer.log` that passes its own on."""
         self.state.global_step = step
-        self.state.log_history.append({**named(metrics), "step": step})
+        if self.given is None:
+            self.given = named(metrics, self.owner.names)
+            try:
+                self.owner.log(dict(self.given))
+            finally:
+                self.given = None
+
+    @hookimpl
+    def on_step(self, trainer: Any, step: int) -> None:
+        """Write the model to ``checkpoint-<step>``, as transformers names it, at the steps of checkpoints."""
+        train, last = trainer.config.train, trainer.total_steps
+        if not train.save_interval or (step % train.save_interval and step != last):
+            return
+        self.written.append(trainer.run_dir / f"checkpoint-{step}")
+        self.owner.save_model(str(self.written[-1]), _internal_call=True)
+        while len(self.written) > train.keep_checkpoints:
+            old = self.written.pop(0)
+            if self.owner.is_world_process_zero():
+                shutil.rmtree(old, ignore_errors=True)
 
 
-def named(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics by the names of transformers; those of evaluations begin with ``eval_``."""
-    found = {}
+def named(metrics: Mapping[str, float], names: Mapping[str, str]) -> dict[str, float]:
+    """Return metrics by the names of transformers and of TRL; those of evaluations begin with ``eval_``."""
+    found, known = {}, {**NAMES, **names}
     for name, value in metrics.items():
         held_out = name.startswith("eval/")
         own = name.removeprefix("eval/")
-        found[f"{'eval_' * held_out}{NAMES.get(own, own)}"] = value
+        found[f"{'eval_' * held_out}{known.get(own, own)}"] = value
     return found
 
 
-class OfflineTrainer:
+class OfflineTrainer(Calling):
     """A trainer of transformers in the eyes of a script; ``trainer`` is the trainer of trainkit that computes."""
 
     method: ClassVar[str]
@@ -88,20 +113,21 @@ class OfflineTrainer:
         model, tokenizer = given["model"], given["tokenizer"]
         self.train_dataset, self.eval_dataset = given.get("train_dataset"), given.get("eval_dataset")
         self.args: TrainingArguments = given["args"] or TrainingArguments("tmp_trainer")
-        self.tokenizer, self._log = tokenizer, Log()
+        self.tokenizer, self._log, self._own = tokenizer, Log(self), dict[str, Any]()
         if given.get("peft_config") is not None and has_adapter(model):
             model, given = self._adapted(model, given)
         settings = {name: value for name, value in given.items() if name not in OBJECTS}
         optimizer, scheduler = given.get("optimizers") or (None, None)
-        live = {"optimizer": optimizer, "scheduler": scheduler, "reference": reference}
-        live = {name: value for name, value in live.items() if value is not None}
+        objects = {"optimizer": optimizer, "scheduler": scheduler, "reference": reference}
+        live = {**self.makers(), **{name: value for name, value in objects.items() if value is not None}}
         config = settled(self.section, self.args, settings, type(self).__init__, rows, live)
         config = config.evolve(**(changes or {}))
         if isinstance(model, str):
             config = config.evolve(model={"model_path": model})
         elif tokenizer is None:
             config = config.evolve(tokenizer={"tokenizer_path": model.config._name_or_path})
-        self.trainer: Any = get_trainer(self.method)(
+        self.check_called(config, model)
+        self.trainer = calling(self)(
             config,
             model=None if isinstance(model, str) else model,
             tokenizer=tokenizer,
@@ -111,7 +137,10 @@ class OfflineTrainer:
         self.tokenizer = self.trainer.tokenizer
         if train is not None:
             self.trainer.add_samples(train)
-        if held_out is not None:
+        self._sets = dict[str, tuple[Any, Any]]()
+        if isinstance(held_out, Several):
+            self._measure_each(held_out)
+        elif held_out is not None:
             self.trainer.add_eval_samples(held_out)
 
     def _adapted(self, model: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -123,10 +152,20 @@ class OfflineTrainer:
         """Return the rows of a dataset as samples of trainkit."""
         raise NotImplementedError
 
+    def read(self, train: Any, held_out: Any) -> tuple[Any, Any]:
+        """Return both datasets of the constructor as samples of trainkit; None stays None."""
+        several = isinstance(held_out, Mapping)
+        if train is None:
+            log.warning("there is no train_dataset, so train() cannot be called; evaluate() can")
+        return None if train is None else self.samples(train), (
+            Several({name: self.samples(each) for name, each in held_out.items()}) if several
+            else None if held_out is None else self.samples(held_out)
+        )  # fmt: skip
+
     @property
     def model(self) -> Any:
         """The model, which is trained in place if it was given as an object."""
-        return self.trainer.unwrapped.model
+        return self.trainer.models.unwrapped.model
 
     @property
     def state(self) -> TrainerState:
@@ -140,13 +179,30 @@ class OfflineTrainer:
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer."""
-        return self.trainer.optimizer
+        """The optimizer; one that is set is that of `create_optimizer`."""
+        return self._own["optimizer"] if "optimizer" in self._own else self._built().optimizer
+
+    @optimizer.setter
+    def optimizer(self, value: Any) -> None:
+        self._own["optimizer"] = value
 
     @property
     def lr_scheduler(self) -> Any:
-        """The schedule of the learning rate."""
-        return self.trainer.models.scheduler
+        """The schedule of the learning rate; one that is set is that of `create_scheduler`."""
+        return self._own["lr_scheduler"] if "lr_scheduler" in self._own else self._built().scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, value: Any) -> None:
+        self._own["lr_scheduler"] = value
+
+    @property
+    def data_collator(self) -> Any:
+        """The collator that was given; trainkit makes the batches by itself."""
+        return getattr(self, "_data_collator", None)
+
+    def _built(self) -> Any:
+        self.trainer.models.build()
+        return self.trainer.models
 
     def is_world_process_zero(self) -> bool:
         """Return whether this is the main process."""
@@ -161,6 +217,8 @@ class OfflineTrainer:
         config = self.trainer.config
         given = config.train.run_dir or "tmp_trainer"
         alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
+        if resume and (found := re.search(r"checkpoint-(\d+)/?$", str(resume))):  # whose state trainkit keeps apart
+            resume = str(Path(str(resume)).parent / "checkpoints" / f"step_{int(found[1]):08d}")
         train = {"resume": "auto" if resume is True else resume} if resume else {}
         run_dir = free_directory(given) if alone and not resume else given
         self.trainer.config = config.evolve(train={"run_dir": run_dir, **train})
@@ -174,7 +232,8 @@ class OfflineTrainer:
         """Train to the end, and return the number of steps, the mean loss and the times.
 
         Args:
-            resume_from_checkpoint: whether to go on from the newest checkpoint in ``args.output_dir``, or a checkpoint.
+            resume_from_checkpoint: whether to go on from the newest checkpoint in ``args.output_dir``, or a checkpoint,
+                such as ``args.output_dir/checkpoint-<step>``.
             trial: without effect.
             ignore_keys_for_eval: without effect.
         """
@@ -185,7 +244,13 @@ class OfflineTrainer:
             self._load_best()
         losses = [each["loss"] for each in self.state.log_history if "loss" in each]
         mean = sum(losses) / len(losses) if losses else 0.0
-        metrics = {"train_runtime": time.perf_counter() - started, "train_loss": mean}
+        seconds, at = time.perf_counter() - started, self.trainer.progress
+        metrics = {
+            "train_runtime": seconds,
+            "train_samples_per_second": at.samples / seconds,
+            "train_steps_per_second": at.step / seconds,
+            "train_loss": mean,
+        }
         self.state.log_history.append({**metrics, "step": self.state.global_step})
         return TrainOutput(self.state.global_step, mean, metrics)
 
@@ -204,13 +269,63 @@ class OfflineTrainer:
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Return the loss and the metrics over held-out samples: those of the constructor, or of ``eval_dataset``."""
-        if eval_dataset is not None:
-            self.trainer.add_eval_samples(self.samples(eval_dataset))
+        """Return the loss and the metrics over held-out samples: those of the constructor, or of ``eval_dataset``.
+
+        Args:
+            eval_dataset: held-out rows, or several datasets by name, whose metrics are ``eval_<name>_loss`` and others.
+            ignore_keys: without effect.
+            metric_key_prefix: what the names of metrics begin with.
+        """
+        if isinstance(eval_dataset, Mapping):
+            return {
+                name: value
+                for each, dataset in eval_dataset.items()
+                for name, value in self.evaluate(dataset, ignore_keys, f"{metric_key_prefix}_{each}").items()
+            }
         self._choose_directory()
         self.trainer.begin()
-        found = named(self.trainer.evaluate())
-        return {f"{metric_key_prefix}{name.removeprefix('eval')}": value for name, value in found.items()}
+        measure = partial(get_trainer(self.method).evaluate, self.trainer)
+        found = measure() if eval_dataset is None else self._on(eval_dataset, measure)
+        values = named(found, self.names).items()
+        return {f"{metric_key_prefix}{name.removeprefix('eval')}": value for name, value in values}
+
+    def _on(self, eval_dataset: Any, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """Return what ``measure`` does with other held-out samples."""
+        evaluator = self.trainer.evaluator
+        before, sets = (self.trainer.eval_samples, evaluator.held_out), self._sets
+        try:
+            self.trainer.add_eval_samples(self.samples(eval_dataset))
+            self._sets = {}
+            return measure()
+        finally:
+            (self.trainer.eval_samples, evaluator.held_out), self._sets = before, sets
+
+    def called_evaluation(self) -> dict[str, float]:
+        """Return the metrics of an overridden `evaluate` by the names of trainkit."""
+        ours = {theirs: name for name, theirs in {**NAMES, **self.names}.items()}
+        plain = {name.removeprefix("eval_"): float(value) for name, value in self.evaluate().items()}
+        return {f"eval/{ours.get(name, name)}": value for name, value in plain.items()}
+
+    def _measure_each(self, several: Several) -> None:
+        """Make evaluations measure several sets of held-out samples, each by its name."""
+        evaluator = self.trainer.evaluator
+        for name, rows in several.items():
+            self.trainer.add_eval_samples(rows)
+            self._sets[name] = self.trainer.eval_samples, None
+        measure: Callable[[], dict[str, float]] = evaluator.on_held_out
+
+        def on_each() -> dict[str, float]:
+            if not self._sets:
+                return measure()
+            found = {}
+            for name, (rows, experience) in self._sets.items():
+                self.trainer.eval_samples, evaluator.held_out = rows, experience
+                for key, value in named(measure(), self.names).items():
+                    found[f"eval/{name}_{key.removeprefix('eval_')}"] = value
+                self._sets[name] = rows, evaluator.held_out
+            return found
+
+        evaluator.on_held_out = on_each
 
     # ------------------------------------------------------------------------------------------------------ saving
 
@@ -238,10 +353,15 @@ class OfflineTrainer:
         return self.trainer.push_to_hub(self.args.hub_model_id, **kwargs)
 
     def log(self, logs: Mapping[str, float]) -> None:
-        """Log further metrics at the present step."""
-        hook, step = self.trainer.hooks.hook, self.trainer.progress.step
-        if self.is_world_process_zero():
-            hook.log_metrics(trainer=self.trainer, step=step, metrics=dict(logs))
+        """Log metrics at the present step: keep them in ``state``, and pass those on that are not of the run itself."""
+        if not self.is_world_process_zero():
+            return
+        step, given = self.trainer.progress.step, self._log.given
+        self.state.log_history.append({**logs, "step": step})
+        if added := {name: value for name, value in logs.items() if name not in (given or {})}:
+            self._log.given = given or {}
+            self.trainer.hooks.hook.log_metrics(trainer=self.trainer, step=step, metrics=added)
+            self._log.given = given
 
     def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
         """Log metrics of a split."""
@@ -329,18 +449,8 @@ def _saved(name: str) -> str:
     return name.replace(".modules_to_save.default", "").replace(".default.", ".")
 
 
-def single(dataset: Any) -> Any:
-    """Return a dataset as it is.
-
-    Raises:
-        ConfigError: it is a mapping of several.
-    """
-    if isinstance(dataset, Mapping):
-        raise ConfigError(
-            f"eval_dataset is a mapping of {len(dataset)} datasets, {', '.join(map(str, dataset))}; give one of them, "
-            "and measure the others with trainer.evaluate(dataset, metric_key_prefix=...)"
-        )
-    return dataset
+class Several(dict[str, Any]):
+    """Held-out samples of several datasets, by name."""
 
 
 def count(dataset: Any) -> int | None:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 from transformers.trainer_utils import PredictionOutput
 
 from trainkit.data import formatted
-from trainkit_trl.trainer.offline import OfflineTrainer, count, longest, selected, single
+from trainkit_trl.trainer.offline import OfflineTrainer, count, longest, selected
 from trainkit_trl.trainer.utils import RewardDataCollatorWithPadding, compute_accuracy
 
 COLUMNS = ("input_ids_chosen", "attention_mask_chosen", "input_ids_rejected", "attention_mask_rejected", "margin")
@@ -65,13 +65,20 @@ class RewardTrainer(OfflineTrainer):
             raise ValueError("max_length is given here and in args; give it in args alone")
         if isinstance(data_collator, RewardDataCollatorWithPadding):
             given["data_collator"] = None
-        self.data_collator = data_collator or RewardDataCollatorWithPadding(tokenizer)
+        self._data_collator = data_collator or RewardDataCollatorWithPadding(tokenizer)
         given["max_length"] = max_length or of_args or longest(model, tokenizer, 512)
         rows = None if train_dataset is None else count(train_dataset)
-        train, held_out = (
-            None if each is None else self.samples(each) for each in (train_dataset, single(eval_dataset))
-        )
+        train, held_out = self.read(train_dataset, eval_dataset)
         self._begin(given, train, held_out, rows=rows)
+
+    def inputs_of(self, batch: Any) -> dict[str, Any]:
+        """Return ids and attention masks [B, T] of both sides, and ``margin`` [B]."""
+        found: dict[str, Any] = {"return_loss": True, "margin": batch.margins}
+        for side in ("chosen", "rejected"):
+            sequences = getattr(batch, side)
+            found[f"input_ids_{side}"] = sequences.input_ids
+            found[f"attention_mask_{side}"] = sequences.attention_mask.long()
+        return found
 
     def samples(self, dataset: Any) -> Any:
         """Return pairs of token ids with their margins."""
@@ -114,7 +121,8 @@ class RewardTrainer(OfflineTrainer):
         inputs = {name: value.reshape(len(value)) if name == "margin" else value for name, value in inputs.items()}
         rows = [dict(zip(names, row, strict=True)) for row in zip(*(inputs[name] for name in names), strict=True)]
         batch = self.trainer.make_experience(self.trainer.read_samples(rows))
-        loss = self.trainer.loss(batch)[0]
+        loss, metrics = self.own_loss(batch)
+        self.store_metrics({name: metric.compute() for name, metric in metrics.items()})
         if not return_outputs:
             return loss
         chosen, rejected = self.trainer.policy(batch.both).chunk(2)

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any, ClassVar
 
+from torch import Tensor
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase, TrainingArguments
 
-from trainkit.data import Completions, encode_sample, formatted, is_stream, sample_rows
+from trainkit.data import Completions, Sequences, encode_sample, formatted, is_stream, sample_rows
 from trainkit.errors import DataError
 from trainkit_trl.extras.dataset_formatting import conversations_formatting_function, instructions_formatting_function
-from trainkit_trl.trainer.offline import OfflineTrainer, columns, count, longest, selected, single, tokenizer_of
+from trainkit_trl.trainer.calling import named_sequences
+from trainkit_trl.trainer.offline import OfflineTrainer, columns, count, longest, selected, tokenizer_of
 from trainkit_trl.trainer.utils import ConstantLengthDataset, DataCollatorForCompletionOnlyLM
 
 log = logging.getLogger(__name__)
@@ -96,7 +98,7 @@ class SFTTrainer(OfflineTrainer):
             given["packing"] = False
             if packing:  # as in TRL
                 train_dataset.infinite = args is not None and args.max_steps > 0
-        self.data_collator, self.packing = data_collator, bool(packing)
+        self._data_collator, self.packing = data_collator, bool(packing)
         self.dataset_text_field, self.formatting_func = dataset_text_field, formatting_func
         self.dataset_batch_size, self.tokenizer = dataset_batch_size, tokenizer
         self.max_seq_length = max_seq_length or longest(model, tokenizer, 1024)
@@ -108,12 +110,25 @@ class SFTTrainer(OfflineTrainer):
         given = {name: value for name, value in given.items() if value is not None or name in ("args", "tokenizer")}
         given.setdefault("packing", False)
         rows = None if packing else count(train_dataset)
-        train, held_out = (
-            None if each is None else self.samples(each) for each in (train_dataset, single(eval_dataset))
-        )
+        train, held_out = self.read(train_dataset, eval_dataset)
         if isinstance(train_dataset, ConstantLengthDataset):
             rows = count(train)
         self._begin(given, train, held_out, rows=rows)
+
+    def inputs_of(self, batch: Sequences) -> dict[str, Tensor]:
+        """Return ids, attention mask and labels [B, T]; the labels of an encoder-decoder are the outputs [B, R]."""
+        return named_sequences(batch, apart=self.trainer.model_config.is_encoder_decoder)
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False) -> Any:
+        """Return the negative log-likelihood [], a mean over tokens, with ``return_outputs`` also the model's outputs.
+
+        Args:
+            model: the model.
+            inputs: those of its ``forward``, with ``labels`` [B, T], which are -100 where nothing is trained on.
+            return_outputs: whether the outputs are returned.
+        """
+        outputs = model(**inputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
 
     def samples(self, dataset: Any) -> Any:
         """Return texts, samples of which only completions are trained on, or rows of token ids."""

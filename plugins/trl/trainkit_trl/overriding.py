@@ -1,0 +1,64 @@
+"""Methods of TRL's trainers that a script overrides in a subclass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from trainkit.errors import ConfigError
+from trainkit_migrate import instead
+
+ADAPTER = __name__.partition(".")[0]
+
+
+class Overridable:
+    """A trainer whose methods can be overridden, in a subclass or an object: they are called, or refused.
+
+    Raises:
+        ConfigError: a method is overridden that trainkit does not call; says what to do instead.
+    """
+
+    not_called: ClassVar[Mapping[str, str]] = {}
+    """Methods of TRL that trainkit does not call, and what to do instead of overriding them."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in cls.not_called:
+            if _is_foreign(cls, name):
+                cls._refuse(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.not_called:
+            self._refuse(name)
+        super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        raise lacking(type(self), name, self.not_called.get(name, ""))
+
+    @classmethod
+    def _refuse(cls, name: str) -> None:
+        raise ConfigError(f"{cls.__name__} overrides {name}, which trainkit does not call; {cls.not_called[name]}")
+
+    def overrides(self, *names: str) -> bool:
+        """Return whether a script has overridden one of these methods."""
+        return any(name in vars(self) or _is_foreign(type(self), name) for name in names)
+
+
+def lacking(cls: type, name: str, said: str = "") -> AttributeError:
+    """Return the error for an attribute of TRL's class that the adapter's lacks, with what to use instead.
+
+    Args:
+        cls: the class.
+        name: the attribute.
+        said: what to use instead; empty: what the table of names says.
+    """
+    ours = (each for each in cls.__mro__ if each.__module__.partition(".")[0] == ADAPTER)
+    paths = (f"{each.__module__}.{each.__qualname__}.{name}".replace(ADAPTER, "trl", 1) for each in ours)
+    told = said or next(filter(None, (instead("trl", path) for path in paths)), "")
+    return AttributeError(f"{cls.__name__!r} object has no attribute {name!r}{told and f': {told}'}")
+
+
+def _is_foreign(cls: type, name: str) -> bool:
+    """Return whether a class has a method that is not of the adapter."""
+    owner = next((each for each in cls.__mro__ if name in vars(each)), None)
+    return owner is not None and owner.__module__.partition(".")[0] != ADAPTER
