@@ -221,7 +221,7 @@ def test_reward_modelling_learns_from_token_ids(tmp_path: Path) -> None:
     margin = outputs["rewards_chosen"] - outputs["rewards_rejected"] - 1
     assert loss.item() == pytest.approx(-torch.nn.functional.logsigmoid(margin).item(), abs=0.3)  # dropout differs
     trainer.train()
-    assert trainer.evaluate()["eval_rewards/accuracies"] == 1.0
+    assert trainer.evaluate()["eval_accuracy"] == 1.0
 
 
 def test_iterative_sft_trains_on_what_step_is_given(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerBase, TrainingArguments
 
 from trainkit import Sequences
+from trainkit.errors import ConfigError
 from trainkit_trl.trainer.calling import NOT_CALLED, OF_PAIRS
-from trainkit_trl.trainer.offline import count, longest
+from trainkit_trl.trainer.offline import checking, count, longest
 from trainkit_trl.trainer.pairs import PairTrainer, averaged, measured, without_dropout
 
 
@@ -55,8 +56,8 @@ class DPOTrainer(PairTrainer):
         force_use_ref_model: without effect.
 
     Raises:
-        TypeError: the arguments are in the order of TRL 0.7.2 and not named.
-        ConfigError: a setting has no counterpart in trainkit; says what to write instead.
+        ConfigError: the arguments are in the order of TRL 0.7.2 and not named, or a setting has no counterpart in
+            trainkit; says what to write instead.
     """
 
     not_called: ClassVar[Mapping[str, str]] = {
@@ -70,6 +71,7 @@ class DPOTrainer(PairTrainer):
     method: ClassVar[str] = "dpo"
     section: ClassVar[str] = "DPOTrainer"
 
+    @checking
     def __init__(
         self,
         model: Any = None,
@@ -108,11 +110,13 @@ class DPOTrainer(PairTrainer):
     ) -> None:
         given = {name: value for name, value in locals().items() if value is not None or name in ("args", "tokenizer")}
         if isinstance(label_smoothing, TrainingArguments):
-            raise TypeError("the arguments after beta are in another order in TRL 0.8; name them: args=...")
+            raise ConfigError("the arguments after beta are in another order in TRL 0.8; name them: args=...")
         self.beta, self.loss_type, self.label_pad_token_id = beta, loss_type, label_pad_token_id
         given["max_length"] = max_length or longest(model, tokenizer, 512)
         if disable_dropout and getattr(peft_config, "lora_dropout", None):
             given["peft_config"] = without_dropout(peft_config)
+        if ref_model_init_kwargs and not isinstance(ref_model, str):
+            raise ConfigError("ref_model_init_kwargs is given, and ref_model is no name to load; leave one of them out")
         if isinstance(ref_model, str):
             auto = AutoModelForSeq2SeqLM if is_encoder_decoder else AutoModelForCausalLM
             ref_model = auto.from_pretrained(ref_model, **(ref_model_init_kwargs or {}))

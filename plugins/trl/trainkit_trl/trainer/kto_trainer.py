@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrained
 
 from trainkit_trl.trainer.calling import NOT_CALLED, OF_PAIRS
 from trainkit_trl.trainer.kto_config import KTOConfig
-from trainkit_trl.trainer.offline import OfflineTrainer, count, longest, selected
+from trainkit_trl.trainer.offline import OfflineTrainer, checking, count, longest, selected
 from trainkit_trl.trainer.pairs import without_dropout
 
 COLUMNS = ("prompt", "completion", "label")
@@ -53,7 +53,15 @@ class KTOTrainer(OfflineTrainer):
     }
     method: ClassVar[str] = "kto"
     section: ClassVar[str] = "KTOTrainer"
+    names: ClassVar[Mapping[str, str]] = {
+        "rewards/desirable": "rewards/chosen",
+        "rewards/undesirable": "rewards/rejected",
+        "logps/desirable": "logps/chosen",
+        "logps/undesirable": "logps/rejected",
+        "policy/kl": "kl",
+    }
 
+    @checking
     def __init__(
         self,
         model: Any = None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import json
 import logging
 import os
@@ -11,21 +13,31 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from enum import Enum
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
+import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoTokenizer, TrainerState, TrainingArguments
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_utils import TrainOutput
 
 import trainkit
 from trainkit import get_trainer, hookimpl
-from trainkit.data import is_stream
-from trainkit.errors import ConfigError, DataError
+from trainkit.data import formatted, is_stream
+from trainkit.errors import ConfigError, DataError, describe, suggest
 from trainkit.models import has_adapter
 from trainkit.runs import free_directory
 from trainkit_migrate import framework, translate
+from trainkit_trl.overriding import ADAPTER
 from trainkit_trl.trainer.calling import Calling, calling
 from trainkit_trl.trainer.reward_config import OLD
 
@@ -33,9 +45,17 @@ log = logging.getLogger(__name__)
 
 OBJECTS = (
     "self", "__class__", "model", "ref_model", "args", "train_dataset", "eval_dataset", "tokenizer", "formatting_func",
-    "dataset_text_field", "dataset_batch_size", "ref_model_init_kwargs", "optimizers",
+    "dataset_text_field", "dataset_batch_size", "dataset_kwargs", "ref_model_init_kwargs", "optimizers", "callbacks",
 )  # fmt: skip
 """Arguments of trainers that are read as they are; the others are settings."""
+MODELS = ((nn.Module, str), "a model of transformers, or its name or directory")
+KINDS: dict[str, tuple[Any, str]] = {
+    "model": MODELS,
+    "ref_model": MODELS,
+    "args": (TrainingArguments, "transformers.TrainingArguments, or the configuration of the trainer"),
+    "tokenizer": (PreTrainedTokenizerBase, "a tokenizer of transformers"),
+}
+"""What arguments of trainers should be."""
 NAMES = {"loss/total": "loss", "train/lr": "learning_rate", "train/grad_norm": "grad_norm"}
 """The names of transformers for metrics of trainkit."""
 
@@ -111,8 +131,15 @@ class OfflineTrainer(Calling):
             reference: the reference model of DPO.
         """
         model, tokenizer = given["model"], given["tokenizer"]
+        observers = observing(given.get("callbacks") or ())
+        given = {**given, **loading(model, given)}
         self.train_dataset, self.eval_dataset = given.get("train_dataset"), given.get("eval_dataset")
         self.args: TrainingArguments = given["args"] or TrainingArguments("tmp_trainer")
+        if found := loading(model, vars(self.args)):
+            self.args = copy.copy(self.args)
+            vars(self.args).update(found)
+        if is_stream(train) and self.args.max_steps <= 0:
+            raise ConfigError("train_dataset is a stream, whose length is not known; set max_steps in args")
         self.tokenizer, self._log, self._own = tokenizer, Log(self), dict[str, Any]()
         if given.get("peft_config") is not None and has_adapter(model):
             model, given = self._adapted(model, given)
@@ -120,18 +147,22 @@ class OfflineTrainer(Calling):
         optimizer, scheduler = given.get("optimizers") or (None, None)
         objects = {"optimizer": optimizer, "scheduler": scheduler, "reference": reference}
         live = {**self.makers(), **{name: value for name, value in objects.items() if value is not None}}
-        config = settled(self.section, self.args, settings, type(self).__init__, rows, live)
-        config = config.evolve(**(changes or {}))
+        usual = {name: each.default for name, each in parameters(type(self)).items()}
+        config = settled(self.section, self.args, settings, usual, rows, live).evolve(**(changes or {}))
+        ours = {theirs: name for name, theirs in self.names.items()}
+        best = config.train.save_best
+        if not isinstance(best, bool) and (own := ours.get(best.metric.removeprefix("eval/"))):
+            config = config.evolve(train={"save_best": {"metric": f"eval/{own}", "mode": best.mode}})
         if isinstance(model, str):
             config = config.evolve(model={"model_path": model})
         elif tokenizer is None:
-            config = config.evolve(tokenizer={"tokenizer_path": model.config._name_or_path})
+            tokenizer = tokenizer_of(model)
         self.check_called(config, model)
         self.trainer = calling(self)(
             config,
             model=None if isinstance(model, str) else model,
             tokenizer=tokenizer,
-            callbacks=[self._log],
+            callbacks=[self._log, *observers],
             **live,
         )
         self.tokenizer = self.trainer.tokenizer
@@ -390,7 +421,7 @@ def settled(
     section: str,
     args: TrainingArguments,
     given: Mapping[str, Any],
-    function: Any,
+    usual: Mapping[str, Any],
     rows: int | None,
     live: Iterable[str] = (),
 ) -> trainkit.TRLConfig[Any]:
@@ -400,23 +431,21 @@ def settled(
         section: the name of the trainer, as the table has it.
         args: the arguments of training.
         given: the arguments of the trainer that are settings.
-        function: the constructor, whose defaults are not told of.
+        usual: the defaults of these, which are not told of.
         rows: how many rows the dataset has, if that is known.
         live: what is given as an object; sections of that name are left at their defaults.
 
     Raises:
         ConfigError: a setting has no counterpart in trainkit; says what to write instead.
     """
-    defaults = dict(zip(reversed(function.__code__.co_varnames[: function.__code__.co_argcount]),
-                        reversed(function.__defaults__), strict=False))  # fmt: skip
-    of_trainer = _telling(section, given, {name: defaults.get(name) for name in given})
-    table, usual = framework("trl").settings, type(args)(output_dir=args.output_dir)
+    of_trainer = _telling(section, given, {name: usual.get(name) for name in given})
+    table, plain = framework("trl").settings, type(args)(output_dir=args.output_dir)
     known = [name for name in (*(field.name for field in fields(TrainingArguments)), *OLD) if hasattr(args, name)]
-    values, unset = ({name: _plain(getattr(each, name)) for name in known} for each in (args, usual))
+    values, unset = ({name: _plain(getattr(each, name)) for name in known} for each in (args, plain))
     sections = {"TrainingArguments": _telling("TrainingArguments", values, unset), section: of_trainer}
     own = [field.name for field in fields(args) if field.name not in known]
     if home := next((cls.__name__ for cls in type(args).__mro__ if f"{cls.__name__}.max_length" in table), None):
-        sections[home] = _telling(home, *({name: getattr(each, name) for name in own} for each in (args, usual)))
+        sections[home] = _telling(home, *({name: getattr(each, name) for name in own} for each in (args, plain)))
     processes = int(os.environ.get("WORLD_SIZE", 1))
     found = translate("trl", sections, processes=processes, rows=rows)
     if found.refused:
@@ -479,14 +508,38 @@ def selected(dataset: Any, names: Iterable[str], needed: Iterable[str] = ()) -> 
         raise DataError(f"the dataset has no {', '.join(missing)}; it has {has}; name its columns so")
     wanted = [name for name in names if name in found]
     if hasattr(dataset, "select_columns"):
-        chosen = dataset.select_columns(wanted)
-        return chosen if is_stream(dataset) else [dict(row) for row in chosen]
-    return [{name: row[name] for name in wanted} for row in dataset]
+        dataset = dataset.select_columns(wanted)
+    return formatted(dataset, lambda row: {name: row[name] for name in wanted})
+
+
+def loading(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``model_init_kwargs`` of arguments with the type of the weights in the place of ``"auto"``, if they are given.
+
+    Raises:
+        ConfigError: the model is loaded already.
+    """
+    if not (found := given.get("model_init_kwargs")):
+        return {}
+    if not isinstance(model, str):
+        raise ConfigError(
+            "model_init_kwargs is how a model is loaded, and model is one that is loaded already; leave it out, or "
+            "give the name of the model"
+        )
+    names = [name for name in ("dtype", "torch_dtype") if found.get(name) == "auto"]
+    saved = AutoConfig.from_pretrained(model).dtype or torch.float32 if names else None
+    kept = {name: value for name, value in found.items() if value is not None}
+    return {"model_init_kwargs": {**kept, **dict.fromkeys(names, saved)}}
 
 
 def tokenizer_of(model: Any) -> Any:
-    """Return the tokenizer of a model, whose name or directory is known."""
-    return AutoTokenizer.from_pretrained(model if isinstance(model, str) else model.config._name_or_path)
+    """Return the tokenizer of a model.
+
+    Raises:
+        ConfigError: the model has no name or directory with one.
+    """
+    if not (name := model if isinstance(model, str) else model.config._name_or_path):
+        raise ConfigError("tokenizer is not given, and the model has no name or directory with one; give tokenizer")
+    return AutoTokenizer.from_pretrained(name)
 
 
 def longest(model: Any, tokenizer: Any, most: int) -> int:
@@ -494,3 +547,68 @@ def longest(model: Any, tokenizer: Any, most: int) -> int:
     config = AutoConfig.from_pretrained(model) if isinstance(model, str) else model.config
     context = getattr(config, "max_position_embeddings", None) or most
     return int(min(most, context, getattr(tokenizer, "model_max_length", None) or most))
+
+
+class RichProgressCallback:
+    """Stands for TRL's display of progress: trainkit shows its own, and this has no effect."""
+
+    def __init__(self) -> None:
+        log.warning("RichProgressCallback has no effect: progress is shown and logged by train.trackers")
+
+
+def observing(callbacks: Iterable[Any]) -> list[Any]:
+    """Return callbacks as objects with hooks of trainkit; classes are made.
+
+    Raises:
+        ConfigError: one is of transformers, or has no hook.
+    """
+    made = [each() if isinstance(each, type) else each for each in callbacks]
+    made = [each for each in made if not isinstance(each, RichProgressCallback)]
+    for each in made:
+        if isinstance(each, TrainerCallback):
+            raise ConfigError(
+                f"callbacks of transformers are not called; give objects with methods that trainkit.hookimpl "
+                f"marks, such as on_step, in the place of {type(each).__name__}"
+            )
+    return made
+
+
+def parameters(cls: type) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of the constructor that the adapter gives a class, also one of a script below it."""
+    own = next(each for each in cls.__mro__ if each.__module__.startswith(ADAPTER) and "__init__" in vars(each))
+    return inspect.signature(own).parameters
+
+
+F = TypeVar("F", bound=Callable[..., None])
+
+
+def checking(init: F) -> F:
+    """Make a constructor check the names and kinds of its arguments; those that are wrong are ConfigErrors."""
+    signature = inspect.signature(init)
+    known = [name for name in signature.parameters if name != "self"]
+
+    @wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        home = next(each.__name__ for each in type(self).__mro__ if each.__module__.startswith(ADAPTER))
+        for name in kwargs:
+            if name not in known:
+                raise ConfigError(f"{home} takes no {name}{suggest(name, known)}; it takes {', '.join(known)}")
+        try:
+            given = signature.bind(self, *args, **kwargs).arguments
+        except TypeError as error:
+            raise ConfigError(f"the arguments of {home} do not fit: {error}; name them") from error
+        for name, (kinds, wanted) in KINDS.items():
+            value, optional = given.get(name), name != "model"
+            if name in known and not (isinstance(value, kinds) or (optional and value is None)):
+                raise ConfigError(f"{name} of {home} should be {wanted}; given {describe(value)}")
+        for name in ("train_dataset", "eval_dataset"):
+            value = given.get(name)
+            several = isinstance(value, Mapping) and name == "train_dataset"
+            if value is not None and (isinstance(value, str | bytes) or several or not hasattr(value, "__iter__")):
+                raise ConfigError(
+                    f"{name} of {home} should be a dataset, such as a split of load_dataset(...), or a list of rows; "
+                    f"given {describe(value)}"
+                )
+        init(self, *args, **kwargs)
+
+    return checked  # type: ignore[return-value]

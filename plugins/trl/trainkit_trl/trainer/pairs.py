@@ -16,7 +16,7 @@ from trainkit import Preferences
 from trainkit.errors import ConfigError
 from trainkit.functional import masked_sum, preference_accuracy, token_logprobs
 from trainkit_trl.trainer.calling import NOT_CALLED, OF_PAIRS, named_sequences
-from trainkit_trl.trainer.offline import OfflineTrainer, count, longest, selected
+from trainkit_trl.trainer.offline import OfflineTrainer, checking, count, longest, selected
 from trainkit_trl.trainer.utils import pad_to_length
 
 log = logging.getLogger(__name__)
@@ -222,6 +222,7 @@ class ReferenceFreeTrainer(PairTrainer):
         ConfigError: a setting has no counterpart in trainkit; says what to write instead.
     """
 
+    @checking
     def __init__(
         self,
         model: Any = None,

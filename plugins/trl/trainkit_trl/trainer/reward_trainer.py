@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,7 +12,7 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 from transformers.trainer_utils import PredictionOutput
 
 from trainkit.data import formatted
-from trainkit_trl.trainer.offline import OfflineTrainer, count, longest, selected
+from trainkit_trl.trainer.offline import OfflineTrainer, checking, count, longest, selected
 from trainkit_trl.trainer.utils import RewardDataCollatorWithPadding, compute_accuracy
 
 COLUMNS = ("input_ids_chosen", "attention_mask_chosen", "input_ids_rejected", "attention_mask_rejected", "margin")
@@ -42,7 +43,9 @@ class RewardTrainer(OfflineTrainer):
 
     method: ClassVar[str] = "reward"
     section: ClassVar[str] = "RewardTrainer"
+    names: ClassVar[Mapping[str, str]] = {"rewards/accuracies": "accuracy"}
 
+    @checking
     def __init__(
         self,
         model: Any = None,
