@@ -123,6 +123,22 @@ BAD: list[tuple[str, Callable[[], Any], str]] = [
     ),
     ("sizes", lambda: ppo(config={"batch_size": 3}), r"batch_size \(3\) should be a multiple of mini_batch_size \(2\)"),
     ("an unknown penalty", lambda: ppo(config={"kl_penalty": "k9"}), r"kl_penalty should be kl, abs, mse or full"),
+    ("no model", lambda: offline(DPOTrainer, PAIRS, model=None), r"model of DPOTrainer should be a model of tr.* None"),
+    ("no argument", lambda: offline(DPOTrainer, PAIRS, bet=1), r"DPOTrainer takes no bet.*; it takes model, ref_model"),
+    ("other arguments", lambda: SFTTrainer(model(), 3), r"args of SFTTrainer should be transformers.Training"),
+    ("a name", lambda: offline(DPOTrainer, "imdb"), r"train_dataset of DPOTrainer should be a dataset, .* 'imdb'"),
+    ("several datasets", lambda: offline(DPOTrainer, {"a": PAIRS}), r"train_dataset of DPOTrainer should be a dataset"),
+    ("no name", lambda: offline(DPOTrainer, PAIRS, tokenizer=None), r"tokenizer is not given, and the model has no"),
+    (
+        "a model that is loaded already",
+        lambda: offline(DPOTrainer, PAIRS, model_init_kwargs={"torch_dtype": "auto"}),
+        r"model_init_kwargs is how a model is loaded, and model is one that is loaded already; leave it out",
+    ),
+    (
+        "a reference that is loaded already",
+        lambda: offline(DPOTrainer, PAIRS, ref_model_init_kwargs={"torch_dtype": "auto"}),
+        r"ref_model_init_kwargs is given, and ref_model is no name to load; leave one of them out",
+    ),
     ("pairs without prompts", lambda: offline(DPOTrainer, [{"chosen": "a", "rejected": "b"}]), r"has no prompt; it"),
     (
         "texts in the place of token ids",

@@ -128,6 +128,26 @@ class Calling(Overridable):
             if getattr(config.method, name, False):
                 raise ConfigError(f"{who}, and method.{name} is a part of the loss that it replaces; leave it out")
 
+    def changes(self) -> dict[str, Any]:
+        """Return the methods of trainkit's trainer that what is overridden takes the place of."""
+        changed: dict[str, Any] = {}
+        if self.overrides(*self.of_loss):
+            changed["loss"] = lambda _, batch: self.called_loss(batch)
+            changed["prepare_step"] = lambda _, batch: batch
+        if self.overrides("evaluate"):
+            changed["evaluate"] = lambda _: self.called_evaluation()
+        return changed
+
+    def called_evaluation(self) -> dict[str, float]:
+        """Return the metrics of an overridden `evaluate` by the names of trainkit."""
+        raise NotImplementedError
+
+    def trainer_class(self) -> Any:
+        """Return the trainer class of trainkit, with these methods."""
+        base: Any = get_trainer(self.method)
+        changed = self.changes()
+        return type(base.__name__, (base,), changed) if changed else base
+
     # ---------------------------------------------------------------------------------------- optimizer and schedule
 
     def create_optimizer(self) -> torch.optim.Optimizer:
@@ -167,18 +187,6 @@ class Calling(Overridable):
     def _made(self, name: str, returned: Any) -> Any:
         """Return what a method returned; if it returned nothing, what it set as an attribute."""
         return self._own.get(name) if returned is None else returned
-
-
-def calling(owner: Calling) -> type:
-    """Return the trainer class of trainkit that calls the methods that ``owner`` overrides."""
-    base: Any = get_trainer(owner.method)
-    changed: dict[str, Any] = {}
-    if owner.overrides(*owner.of_loss):
-        changed["loss"] = lambda _self, batch: owner.called_loss(batch)
-        changed["prepare_step"] = lambda _self, batch: batch
-    if owner.overrides("evaluate"):
-        changed["evaluate"] = lambda _self: owner.called_evaluation()
-    return type(base.__name__, (base,), changed) if changed else base
 
 
 def named_sequences(sequences: Sequences, *, apart: bool = False, ignored: int = -100) -> dict[str, Tensor]:

@@ -38,7 +38,7 @@ from trainkit.models import has_adapter
 from trainkit.runs import free_directory
 from trainkit_migrate import framework, translate
 from trainkit_trl.overriding import ADAPTER
-from trainkit_trl.trainer.calling import Calling, calling
+from trainkit_trl.trainer.calling import Calling
 from trainkit_trl.trainer.reward_config import OLD
 
 log = logging.getLogger(__name__)
@@ -158,7 +158,7 @@ class OfflineTrainer(Calling):
         elif tokenizer is None:
             tokenizer = tokenizer_of(model)
         self.check_called(config, model)
-        self.trainer = calling(self)(
+        self.trainer = self.trainer_class()(
             config,
             model=None if isinstance(model, str) else model,
             tokenizer=tokenizer,
@@ -513,7 +513,7 @@ def selected(dataset: Any, names: Iterable[str], needed: Iterable[str] = ()) -> 
 
 
 def loading(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``model_init_kwargs`` of arguments with the type of the weights in the place of ``"auto"``, if they are given.
+    """Return ``model_init_kwargs`` of arguments, if they are given, with the type of the saved weights for ``"auto"``.
 
     Raises:
         ConfigError: the model is loaded already.

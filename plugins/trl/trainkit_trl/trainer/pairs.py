@@ -74,9 +74,11 @@ class PairTrainer(OfflineTrainer):
         )
         return found
 
-    def get_batch_metrics(self, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def get_batch_metrics(
+        self, model: Any, batch: dict[str, Any], train_eval: Literal["train", "eval"] = "train"
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return what `get_batch_loss_metrics` does; its name in TRL 0.7.2."""
-        return self.get_batch_loss_metrics(*args, **kwargs)
+        return self.get_batch_loss_metrics(model, batch, train_eval)
 
     def _both(self, batch: dict[str, Any]) -> dict[str, Tensor]:
         """Call `concatenated_inputs` with what differs from its defaults, as in each version of TRL."""
