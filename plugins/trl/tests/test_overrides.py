@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from tensorboard.backend.event_processing import event_accumulator
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, TrainingArguments
 
 from tables import table
@@ -47,7 +48,9 @@ def made(cls: Any, tmp_path: Path, changes: dict[str, Any] | None = None, **give
     base = next(each for each in EVERY if issubclass(cls, each))
     kind: Any = AutoModelForSequenceClassification if base is RewardTrainer else AutoModelForCausalLM
     usual = {"max_steps": 2, "learning_rate": 1e-2, "per_device_train_batch_size": 4, "save_strategy": "no"}
-    args = CONFIGS.get(base, TrainingArguments)(str(tmp_path / "out"), report_to="none", **{**usual, **(changes or {})})
+    args = CONFIGS.get(base, TrainingArguments)(
+        str(tmp_path / "out"), **{"report_to": "none", **usual, **(changes or {})}
+    )
     data = {SFTTrainer: TEXTS, RewardTrainer: TOKENS}.get(base, PAIRS)
     given = {"train_dataset": data, "eval_dataset": data, **given}
     if base is SFTTrainer:
@@ -142,6 +145,23 @@ def test_log_of_a_subclass_gets_and_changes_what_is_logged(tmp_path: Path) -> No
     trainer.train()
     assert [line["perplexity"] for line in trainer.state.log_history if "loss" in line] == [2.0, 2.0]
     assert trainer.trainer.history["perplexity"] == {1: 2.0, 2: 2.0}
+
+
+def test_trackers_get_what_log_gives_by_the_names_of_transformers(tmp_path: Path) -> None:
+    class Own(DPOTrainer):
+        def log(self, logs: Any) -> None:
+            super().log({name: value for name, value in logs.items() if name != "grad_norm"} | {"own": 1.0})
+
+    changes = {"report_to": "tensorboard", "eval_strategy": "steps", "eval_steps": 2}
+    trainer = made(Own, tmp_path, changes)
+    trainer.train()
+    events = event_accumulator.EventAccumulator(str(next(tmp_path.rglob("events.out*")).parent))
+    events.Reload()
+    found = {*events.Tags()["scalars"]}
+    assert {"train/loss", "train/rewards/accuracies", "train/own", "eval/loss", "eval/rewards/accuracies"} <= found
+    assert "train/grad_norm" not in found
+    assert [each.step for each in events.Scalars("train/loss")] == [1, 2]
+    assert trainer.trainer.config.train.trackers == []
 
 
 def test_optimizer_and_schedule_of_a_subclass_are_stepped(tmp_path: Path) -> None:

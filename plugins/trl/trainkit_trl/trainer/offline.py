@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from accelerate.utils import LoggerType
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
@@ -35,7 +36,7 @@ from trainkit import get_trainer, hookimpl
 from trainkit.data import formatted, is_stream
 from trainkit.errors import ConfigError, DataError, describe, suggest
 from trainkit.models import has_adapter
-from trainkit.runs import free_directory
+from trainkit.runs import default_trackers, free_directory
 from trainkit_migrate import framework, translate
 from trainkit_trl.overriding import ADAPTER
 from trainkit_trl.trainer.calling import Calling
@@ -92,6 +93,32 @@ class Log:
             old = self.written.pop(0)
             if self.owner.is_world_process_zero():
                 shutil.rmtree(old, ignore_errors=True)
+
+
+class Tracked:
+    """A tracker that `OfflineTrainer.log` gives the metrics, by TRL's names."""
+
+    def __init__(self, tracker: Any) -> None:
+        self.tracker = tracker
+
+    @hookimpl
+    def on_train_begin(self, trainer: Any) -> None:
+        """Open the tracker."""
+        self.tracker.on_train_begin(trainer)
+
+    @hookimpl
+    def on_train_end(self, trainer: Any) -> None:
+        """Close the tracker."""
+        self.tracker.on_train_end(trainer)
+
+
+def of_trackers(logs: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of logs by the names that transformers gives trackers: ``eval/...``, or ``train/...``."""
+    numbers = {name: value for name, value in logs.items() if isinstance(value, int | float)}
+    return {
+        f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}": value
+        for name, value in numbers.items()
+    }
 
 
 def named(metrics: Mapping[str, float], names: Mapping[str, str]) -> dict[str, float]:
@@ -158,11 +185,12 @@ class OfflineTrainer(Calling):
         elif tokenizer is None:
             tokenizer = tokenizer_of(model)
         self.check_called(config, model)
+        config = config.evolve(train={"trackers": self._take_trackers(config.train.trackers)})
         self.trainer = self.trainer_class()(
             config,
             model=None if isinstance(model, str) else model,
             tokenizer=tokenizer,
-            callbacks=[self._log, *observers],
+            callbacks=[self._log, *observers, *self._trackers],
             **live,
         )
         self.tokenizer = self.trainer.tokenizer
@@ -173,6 +201,16 @@ class OfflineTrainer(Calling):
             self._measure_each(held_out)
         elif held_out is not None:
             self.trainer.add_eval_samples(held_out)
+
+    def _take_trackers(self, entries: list[Any]) -> list[Any]:
+        """Make the trackers of accelerate, which `log` gives the metrics, and return those that are left."""
+        known = {each.value for each in LoggerType}
+        taken = [each for each in entries if (each if isinstance(each, str) else each.name) in known]
+        usual = len(default_trackers([]))  # the console and the files of the run, which every run has
+        self._trackers = [Tracked(each) for each in default_trackers(taken)[usual:]]
+        if int(os.environ.get("RANK", 0)):
+            self._trackers = []
+        return [each for each in entries if each not in taken]
 
     def _adapted(self, model: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return a model that has an adapter already, which is trained on, and the arguments without a further one."""
@@ -389,6 +427,8 @@ class OfflineTrainer(Calling):
             return
         step, given = self.trainer.progress.step, self._log.given
         self.state.log_history.append({**logs, "step": step})
+        for each in self._trackers:
+            each.tracker.log_metrics(self.trainer, step, of_trackers(logs))
         if added := {name: value for name, value in logs.items() if name not in (given or {})}:
             self._log.given = given or {}
             self.trainer.hooks.hook.log_metrics(trainer=self.trainer, step=step, metrics=added)
