@@ -92,7 +92,6 @@ def test_no_name_is_listed_twice() -> None:
 @table(
     "module, name, said",
     [
-        ("trainkit_trl", "RichProgressCallback", "remove the callback"),
         ("trainkit_trl.core", "randn_tensor", "write torch.randn"),
         ("trainkit_trl.trainer.utils", "DPODataCollatorWithPadding", "remove data_collator"),
         ("trainkit_trlx.models.modeling_ppo", "GPTModelBranch", "its place has trainkit.models.Reference"),
@@ -125,7 +124,9 @@ def own(path: str) -> dict[str, inspect.Parameter]:
     found = resolve(path.replace(about.package, about.adapter, 1))
     parent = resolve(path.replace(about.package, about.adapter, 1).rpartition(".")[0])
     given = dict(inspect.signature(found).parameters)
-    if inspect.isclass(parent) and not isinstance(inspect.getattr_static(parent, found.__name__), classmethod):
+    if inspect.isclass(parent) and not isinstance(
+        inspect.getattr_static(parent, found.__name__), classmethod | staticmethod
+    ):
         given.pop(next(iter(given)))  # self
     return given
 

@@ -14,14 +14,16 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     GPT2Config,
     HfArgumentParser,
+    T5Config,
     TrainingArguments,
 )
 
 from tables import table
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, TrainkitError
 from trainkit.testing import character_tokenizer
 from trainkit_migrate import framework, translate
 from trainkit_trl import (
@@ -30,7 +32,11 @@ from trainkit_trl import (
     DpoScriptArguments,
     DPOTrainer,
     IterativeSFTTrainer,
+    KTOConfig,
+    KTOTrainer,
     ModelConfig,
+    ORPOConfig,
+    ORPOTrainer,
     RewardConfig,
     RewardTrainer,
     SFTTrainer,
@@ -221,7 +227,134 @@ def test_reward_modelling_learns_from_token_ids(tmp_path: Path) -> None:
     margin = outputs["rewards_chosen"] - outputs["rewards_rejected"] - 1
     assert loss.item() == pytest.approx(-torch.nn.functional.logsigmoid(margin).item(), abs=0.3)  # dropout differs
     trainer.train()
-    assert trainer.evaluate()["eval_rewards/accuracies"] == 1.0
+    assert trainer.evaluate()["eval_accuracy"] == 1.0
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_reward_model_with_several_labels_has_the_loss_of_trl(
+    adapter: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The mean of −log σ(rewards of chosen − rewards of rejected) over pairs and labels; pairs may share a prefix."""
+    model, tokenizer = made(AutoModelForSequenceClassification, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+    model.config.num_labels, model.score = 2, torch.nn.Linear(32, 2, bias=False)
+    sides = [([1, 2, 3], [1, 4]), ([1, 5], [1, 5, 6, 7])]
+    rows = [
+        {"input_ids_chosen": good, "attention_mask_chosen": [1] * len(good), "input_ids_rejected": bad,
+         "attention_mask_rejected": [1] * len(bad)} for good, bad in sides
+    ]  # fmt: skip
+    with torch.no_grad():
+        rewards = [[model(torch.tensor([ids])).logits[0] for ids in pair] for pair in sides]
+    expected = -torch.stack([torch.nn.functional.logsigmoid(good - bad) for good, bad in rewards]).mean()
+    args = arguments(tmp_path, RewardConfig, save_strategy="steps", save_steps=4)
+    lora = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, task_type="SEQ_CLS") if adapter else None
+    trainer = RewardTrainer(model, args, tokenizer=tokenizer, train_dataset=rows, peft_config=lora)
+    assert "the model has 2 labels, and the loss is a mean over them" in caplog.text
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(expected.item(), abs=1e-5)
+    assert trainer.predict(rows).metrics["test_accuracy"] == 1.0
+    name = "adapter_model.safetensors" if adapter else "model.safetensors"
+    assert (tmp_path / "out/checkpoint-4" / name).exists()
+
+
+class Endless(torch.utils.data.IterableDataset[Any]):
+    def __init__(self, row: Any) -> None:
+        self.row = row
+
+    def __iter__(self) -> Any:
+        while True:
+            yield dict(self.row)
+
+
+PAIR = {"prompt": "a", "chosen": "cd", "rejected": "ef", "more": 1}
+
+
+@table(
+    "cls, kind, row, given",
+    [
+        (SFTTrainer, TrainingArguments, {"text": "abc"}, {"dataset_text_field": "text"}),
+        (SFTTrainer, TrainingArguments, {"text": "abc"}, {"dataset_text_field": "text", "packing": True}),
+        (SFTTrainer, TrainingArguments, {"text": "abc"}, {"formatting_func": lambda rows: rows["text"]}),
+        (SFTTrainer, TrainingArguments, {"input_ids": [1, 2, 3]}, {}),
+        (DPOTrainer, TrainingArguments, PAIR, {}),
+        (ORPOTrainer, ORPOConfig, PAIR, {}),
+        (KTOTrainer, KTOConfig, {"prompt": "a", "completion": "b", "label": True}, {}),
+    ],
+)
+def test_a_dataset_may_be_without_end(cls: Any, kind: Any, row: Any, given: Any, tmp_path: Path) -> None:
+    model, tokenizer = made()
+    data = {"train_dataset": Endless(row), "tokenizer": tokenizer}
+    assert cls(model, args=arguments(tmp_path, kind), **data, **given).train().global_step == 4
+    with pytest.raises(ValueError, match="a stream, whose length is not known; set max_steps in args"):
+        cls(model, args=arguments(tmp_path, kind, max_steps=-1), **data, **given)
+
+
+def test_special_tokens_of_texts_are_those_of_dataset_kwargs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """By default EOS ends each text, which is said; `dataset_kwargs` are those of TRL, which adds none."""
+    model, tokenizer = made()
+    ids, eos = tokenizer.encode("abc"), tokenizer.eos_token_id
+    data = {"train_dataset": [{"text": "abc"}] * 4, "tokenizer": tokenizer, "dataset_text_field": "text"}
+
+    def trained(**given: Any) -> Any:
+        caplog.clear()
+        trainer = SFTTrainer(model, arguments(tmp_path), **{**data, **given})
+        rows = list(trainer.trainer.pipeline.rows)
+        sequences = trainer.trainer.make_experience(rows[:1])
+        return sequences.input_ids[0, : int(sequences.lengths[0])].tolist()
+
+    assert trained() == [*ids, eos]
+    assert caplog.text.count("EOS is added to the end of each text") == 1
+    assert trained(dataset_kwargs={"add_special_tokens": False}) == ids
+    assert "EOS is added" not in caplog.text
+    packed = {"packing": True, "max_seq_length": 32}
+    assert trained(**packed) == [*ids, eos] * 4
+    assert trained(**packed, dataset_kwargs={"append_concat_token": False}) == ids * 4
+    rows = [{"input_ids": ids, "attention_mask": [1] * len(ids)}] * 4
+    whole = {"dataset_kwargs": {"skip_prepare_dataset": True}, "dataset_text_field": None}
+    assert trained(**whole, train_dataset=rows) == ids
+    for wrong, words in (
+        ({"dataset_kwargs": {"skip_prepare_dataset": True}}, "has no input_ids"),
+        ({"dataset_kwargs": {"odd": 1}}, "dataset_kwargs has odd; it may have add_special_tokens, append"),
+        ({"dataset_kwargs": {"add_special_tokens": False},
+          "data_collator": DataCollatorForCompletionOnlyLM("b", tokenizer=tokenizer)}, "leave out data_collator"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            trained(**wrong)
+
+
+def test_an_encoder_decoder_is_trained_on_token_ids(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer(LETTERS)
+    config = T5Config(
+        d_model=16, d_ff=16, d_kv=4, num_layers=1, num_heads=2, vocab_size=len(tokenizer), pad_token_id=0,
+        decoder_start_token_id=0, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    model = AutoModelForSeq2SeqLM.from_config(config)
+    trainer = IterativeSFTTrainer(model, arguments(tmp_path, max_steps=30), tokenizer)
+    read, written = ([torch.tensor(tokenizer.encode(text))] * 4 for text in ("ab", "cde"))
+    given = {"input_ids": read, "attention_mask": [torch.ones_like(each) for each in read], "labels": written}
+    first = trainer.step(**given)["loss/nll"]
+    for _ in range(20):
+        last = trainer.step(**given)["loss/nll"]
+    assert last < 0.5 * first
+    with pytest.raises(ValueError, match="is what an encoder-decoder reads; give labels too"):
+        trainer.step(input_ids=read)
+
+
+def test_a_model_is_loaded_with_the_type_of_its_weights(tmp_path: Path) -> None:
+    model, tokenizer = made()
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    for given, expected in (("auto", torch.bfloat16), ("bfloat16", torch.bfloat16), (torch.float16, torch.float16)):
+        trainer = DPOTrainer(
+            str(tmp_path / "model"), args=arguments(tmp_path), train_dataset=PAIRS, tokenizer=tokenizer,
+            model_init_kwargs={"torch_dtype": given},
+        )  # fmt: skip
+        assert trainer.model.dtype == expected
+
+
+def test_every_argument_of_transformers_that_trl_knew_is_taken() -> None:
+    """Those that transformers no longer has are in the table too: each is translated, refused or without effect."""
+    known = {path.partition(".")[2] for path in framework("trl").settings if path.startswith("TrainingArguments.")}
+    assert known <= {field.name for field in fields(RewardConfig)}
+    assert RewardConfig("out", report_to="none", sharded_ddp="", past_index=-1).fp16_opt_level == "O1"
 
 
 def test_iterative_sft_trains_on_what_step_is_given(tmp_path: Path) -> None:
@@ -283,7 +416,7 @@ def test_sharding_is_taken_over_with_the_launch(tmp_path: Path, caplog: pytest.L
 )
 def test_arguments_of_trainers_are_refused_with_what_to_write(name: str, value: Any, words: str, tmp_path: Any) -> None:
     model, tokenizer = made()
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(TrainkitError, match=words):
         DPOTrainer(model, args=arguments(tmp_path), train_dataset=PAIRS, tokenizer=tokenizer, **{name: value})
 
 

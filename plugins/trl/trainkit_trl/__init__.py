@@ -49,6 +49,7 @@ from trainkit_trl.trainer import (
     PPOTrainer,
     RewardConfig,
     RewardTrainer,
+    RichProgressCallback,
     SFTTrainer,
 )
 from trainkit_trl.trainer.utils import get_kbit_device_map, get_peft_config, get_quantization_config
@@ -84,6 +85,7 @@ __all__ = [
     "PreTrainedModelWrapper",
     "RewardConfig",
     "RewardTrainer",
+    "RichProgressCallback",
     "SFTTrainer",
     "SftScriptArguments",
     "TextEnvironment",

@@ -11,6 +11,7 @@ from trainkit_trl.trainer.iterative_sft_trainer import IterativeSFTTrainer
 from trainkit_trl.trainer.kto_config import KTOConfig
 from trainkit_trl.trainer.kto_trainer import KTOTrainer
 from trainkit_trl.trainer.model_config import ModelConfig
+from trainkit_trl.trainer.offline import RichProgressCallback
 from trainkit_trl.trainer.orpo_config import ORPOConfig
 from trainkit_trl.trainer.orpo_trainer import ORPOTrainer
 from trainkit_trl.trainer.ppo_config import PPOConfig
@@ -49,6 +50,7 @@ __all__ = [
     "PPOTrainer",
     "RewardConfig",
     "RewardTrainer",
+    "RichProgressCallback",
     "RunningMoments",
     "SFTTrainer",
     "compute_accuracy",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
@@ -10,9 +11,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerBase, TrainingArguments
 
 from trainkit import Sequences
-from trainkit.functional import preference_accuracy
-from trainkit_trl.trainer.offline import count, longest, single
-from trainkit_trl.trainer.pairs import PairTrainer, without_dropout
+from trainkit.errors import ConfigError
+from trainkit_trl.trainer.calling import NOT_CALLED, OF_PAIRS
+from trainkit_trl.trainer.offline import checking, count, longest
+from trainkit_trl.trainer.pairs import PairTrainer, averaged, measured, without_dropout
 
 
 class DPOTrainer(PairTrainer):
@@ -54,13 +56,22 @@ class DPOTrainer(PairTrainer):
         force_use_ref_model: without effect.
 
     Raises:
-        TypeError: the arguments are in the order of TRL 0.7.2 and not named.
-        ConfigError: a setting has no counterpart in trainkit; says what to write instead.
+        ConfigError: the arguments are in the order of TRL 0.7.2 and not named, or a setting has no counterpart in
+            trainkit; says what to write instead.
     """
 
+    not_called: ClassVar[Mapping[str, str]] = {
+        **NOT_CALLED,
+        **OF_PAIRS,
+        "compute_reference_log_probs": "override concatenated_forward, or give another ref_model",
+        "null_ref_context": "give another ref_model",
+        "_prepare_deepspeed": "trainkit divides the models itself; remove it",
+    }
+    of_loss: ClassVar[tuple[str, ...]] = (*PairTrainer.of_loss, "dpo_loss")
     method: ClassVar[str] = "dpo"
     section: ClassVar[str] = "DPOTrainer"
 
+    @checking
     def __init__(
         self,
         model: Any = None,
@@ -99,18 +110,18 @@ class DPOTrainer(PairTrainer):
     ) -> None:
         given = {name: value for name, value in locals().items() if value is not None or name in ("args", "tokenizer")}
         if isinstance(label_smoothing, TrainingArguments):
-            raise TypeError("the arguments after beta are in another order in TRL 0.8; name them: args=...")
+            raise ConfigError("the arguments after beta are in another order in TRL 0.8; name them: args=...")
         self.beta, self.loss_type, self.label_pad_token_id = beta, loss_type, label_pad_token_id
         given["max_length"] = max_length or longest(model, tokenizer, 512)
         if disable_dropout and getattr(peft_config, "lora_dropout", None):
             given["peft_config"] = without_dropout(peft_config)
+        if ref_model_init_kwargs and not isinstance(ref_model, str):
+            raise ConfigError("ref_model_init_kwargs is given, and ref_model is no name to load; leave one of them out")
         if isinstance(ref_model, str):
             auto = AutoModelForSeq2SeqLM if is_encoder_decoder else AutoModelForCausalLM
             ref_model = auto.from_pretrained(ref_model, **(ref_model_init_kwargs or {}))
         rows = None if train_dataset is None else count(train_dataset)
-        train, held_out = (
-            None if each is None else self.samples(each) for each in (train_dataset, single(eval_dataset))
-        )
+        train, held_out = self.read(train_dataset, eval_dataset)
         reference = None if reference_free else ref_model
         self._begin(given, train, held_out, rows=rows, reference=reference)
 
@@ -124,10 +135,10 @@ class DPOTrainer(PairTrainer):
     def concatenated_forward(self, model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return log π [B] and logits [B, T, V] of the chosen and the rejected sides: two and two."""
         self.trainer.models.build()  # it switches dropout off, and makes the reference before training
-        both = self.concatenated_inputs(batch, label_pad_token_id=self.label_pad_token_id)
+        both = self._both(batch)
         logits = model(both["concatenated_input_ids"], attention_mask=both["concatenated_attention_mask"]).logits
         average = self.loss_type == "ipo" and self.trainer.method.ipo_length_normalize
-        logps = self.get_batch_logps(logits, both["concatenated_labels"], average, self.label_pad_token_id)
+        logps = self._logps(logits, both["concatenated_labels"], average)
         return (*logps.chunk(2), *logits.chunk(2))
 
     def dpo_loss(
@@ -167,20 +178,13 @@ class DPOTrainer(PairTrainer):
         """
         chosen, rejected, chosen_logits, rejected_logits = self.concatenated_forward(model, batch)
         losses, good, bad = self.dpo_loss(chosen, rejected, *self._reference_logps(batch))
-        prefix = "eval_" * (train_eval == "eval")
-        found = {
-            "rewards/chosen": good,
-            "rewards/rejected": bad,
-            "rewards/accuracies": preference_accuracy(good, bad),
-            "rewards/margins": good - bad,
-            "logps/chosen": chosen,
-            "logps/rejected": rejected,
-            "logits/chosen": chosen_logits,
-            "logits/rejected": rejected_logits,
-        }
-        return losses.mean(), {f"{prefix}{name}": value.detach().mean().cpu() for name, value in found.items()}
+        found = measured(good, bad, chosen, rejected, chosen_logits, rejected_logits)
+        return losses.mean(), averaged(found, train_eval)
 
-    get_batch_metrics = get_batch_loss_metrics
+    def inputs_of(self, batch: Any) -> dict[str, Tensor]:
+        """Return ids, attention masks and labels [B, T] of both sides, and log π_ref [B] of both, if that is known."""
+        known = {f"reference_{side}_logps": getattr(batch, f"ref_{side}", None) for side in ("chosen", "rejected")}
+        return {**super().inputs_of(batch), **{name: value for name, value in known.items() if value is not None}}
 
     @torch.no_grad()
     def _reference_logps(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:

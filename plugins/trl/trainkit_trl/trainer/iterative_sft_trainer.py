@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
+from trainkit.data import Sequences
 from trainkit.errors import ConfigError
-from trainkit_trl.trainer.offline import OfflineTrainer, longest
+from trainkit_trl.trainer.offline import OfflineTrainer, checking, longest
 
 
 class IterativeSFTTrainer(OfflineTrainer):
@@ -35,6 +37,7 @@ class IterativeSFTTrainer(OfflineTrainer):
     method: ClassVar[str] = "sft"
     section: ClassVar[str] = "IterativeSFTTrainer"
 
+    @checking
     def __init__(
         self,
         model: Any = None,
@@ -76,7 +79,8 @@ class IterativeSFTTrainer(OfflineTrainer):
         Args:
             input_ids: token ids, a tensor [T] for each sample.
             attention_mask: which of the ids are real.
-            labels: the ids again, or -100 where they are not trained on; None: all are trained on.
+            labels: the ids again, or -100 where they are not trained on; None: all are trained on. Of an
+                encoder-decoder, the ids that the decoder writes.
             texts: texts in the place of token ids; of an encoder-decoder, what the encoder reads.
             texts_labels: of an encoder-decoder, what the decoder writes; of another model, the texts again.
 
@@ -104,7 +108,20 @@ class IterativeSFTTrainer(OfflineTrainer):
         samples: list[Any]
         if texts is None:
             samples = [dict(zip(given, row, strict=True)) for row in zip(*given.values(), strict=True)]
+            if self.trainer.model_config.is_encoder_decoder:
+                return self._step_apart(samples)
         else:
             samples = list(texts) if texts_labels is None else list(zip(texts, texts_labels, strict=True))
         metrics: dict[str, float] = self.trainer.learn_from(samples)
+        return metrics
+
+    def _step_apart(self, samples: list[dict[str, Tensor]]) -> dict[str, float]:
+        """Train an encoder-decoder on token ids of what it reads, and of what it writes."""
+        if "labels" not in samples[0]:
+            raise ValueError("input_ids is what an encoder-decoder reads; give labels too, the ids that it writes")
+        masks = [sample.get("attention_mask", torch.ones_like(sample["input_ids"])).bool() for sample in samples]
+        read = [sample["input_ids"][mask].tolist() for sample, mask in zip(samples, masks, strict=True)]
+        written = [sample["labels"][sample["labels"] >= 0].tolist() for sample in samples]
+        sequences, trainer = Sequences.from_lists(read, written), self.trainer
+        metrics: dict[str, float] = trainer.learn_collection(lambda: trainer.store.push(sequences), passes=1)
         return metrics

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerBase, TrainingArguments
 
+from trainkit_trl.trainer.calling import NOT_CALLED, OF_PAIRS
 from trainkit_trl.trainer.kto_config import KTOConfig
-from trainkit_trl.trainer.offline import OfflineTrainer, count, longest, selected, single
+from trainkit_trl.trainer.offline import OfflineTrainer, checking, count, longest, selected
 from trainkit_trl.trainer.pairs import without_dropout
 
 COLUMNS = ("prompt", "completion", "label")
+LOSS = (
+    "compute_loss", "prediction_step", "kto_loss", "forward", "get_batch_loss_metrics", "get_batch_logps",
+    "store_metrics", "_compute_kl_logps",
+)  # fmt: skip
+"""Methods of TRL's loss, whose batches have samples of other prompts, which trainkit keeps in experience of its own."""
 
 
 class KTOTrainer(OfflineTrainer):
@@ -38,9 +45,23 @@ class KTOTrainer(OfflineTrainer):
         ConfigError: a setting has no counterpart in trainkit; says what to write instead.
     """
 
+    not_called: ClassVar[Mapping[str, str]] = {
+        **NOT_CALLED,
+        **OF_PAIRS,
+        **dict.fromkeys(LOSS, "override loss of trainkit_kto.KTOTrainer, and train with trainkit"),
+        "compute_reference_log_probs": "give another ref_model",
+    }
     method: ClassVar[str] = "kto"
     section: ClassVar[str] = "KTOTrainer"
+    names: ClassVar[Mapping[str, str]] = {
+        "rewards/desirable": "rewards/chosen",
+        "rewards/undesirable": "rewards/rejected",
+        "logps/desirable": "logps/chosen",
+        "logps/undesirable": "logps/rejected",
+        "policy/kl": "kl",
+    }
 
+    @checking
     def __init__(
         self,
         model: Any = None,
@@ -68,9 +89,7 @@ class KTOTrainer(OfflineTrainer):
             auto = AutoModelForSeq2SeqLM if getattr(args, "is_encoder_decoder", False) else AutoModelForCausalLM
             ref_model = auto.from_pretrained(ref_model, **(getattr(args, "ref_model_init_kwargs", None) or {}))
         rows = None if train_dataset is None else count(train_dataset)
-        train, held_out = (
-            None if each is None else self.samples(each) for each in (train_dataset, single(eval_dataset))
-        )
+        train, held_out = self.read(train_dataset, eval_dataset)
         room = getattr(args, "max_length", None) or longest(model, tokenizer, 512)
         self._begin(given, train, held_out, rows=rows, reference=ref_model, changes={"train": {"seq_length": room}})
         self.beta = self.trainer.method.beta

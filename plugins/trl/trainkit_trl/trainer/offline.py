@@ -2,64 +2,136 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import json
 import logging
 import os
+import re
+import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from enum import Enum
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
+import torch
+from accelerate.utils import LoggerType
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoTokenizer, TrainerState, TrainingArguments
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_utils import TrainOutput
 
 import trainkit
 from trainkit import get_trainer, hookimpl
-from trainkit.data import is_stream
-from trainkit.errors import ConfigError, DataError
+from trainkit.data import formatted, is_stream
+from trainkit.errors import ConfigError, DataError, describe, suggest
 from trainkit.models import has_adapter
-from trainkit.runs import free_directory
+from trainkit.runs import default_trackers, free_directory
 from trainkit_migrate import framework, translate
+from trainkit_trl.overriding import ADAPTER
+from trainkit_trl.trainer.calling import Calling
 from trainkit_trl.trainer.reward_config import OLD
 
 log = logging.getLogger(__name__)
 
 OBJECTS = (
     "self", "__class__", "model", "ref_model", "args", "train_dataset", "eval_dataset", "tokenizer", "formatting_func",
-    "dataset_text_field", "dataset_batch_size", "ref_model_init_kwargs", "optimizers",
+    "dataset_text_field", "dataset_batch_size", "dataset_kwargs", "ref_model_init_kwargs", "optimizers", "callbacks",
 )  # fmt: skip
 """Arguments of trainers that are read as they are; the others are settings."""
+MODELS = ((nn.Module, str), "a model of transformers, or its name or directory")
+KINDS: dict[str, tuple[Any, str]] = {
+    "model": MODELS,
+    "ref_model": MODELS,
+    "args": (TrainingArguments, "transformers.TrainingArguments, or the configuration of the trainer"),
+    "tokenizer": (PreTrainedTokenizerBase, "a tokenizer of transformers"),
+}
+"""What arguments of trainers should be."""
 NAMES = {"loss/total": "loss", "train/lr": "learning_rate", "train/grad_norm": "grad_norm"}
 """The names of transformers for metrics of trainkit."""
 
 
 class Log:
-    """Keeps the metrics of a run by the names of transformers, in a `TrainerState`."""
+    """Gives the metrics of a run to `OfflineTrainer.log` by TRL's names, and writes a model with every checkpoint."""
 
-    def __init__(self) -> None:
-        self.state = TrainerState()
+    def __init__(self, owner: OfflineTrainer) -> None:
+        self.owner, self.state = owner, TrainerState()
+        self.given: Mapping[str, float] | None = None
+        """The metrics of the run that are being logged."""
+        self.written: list[Path] = []
 
     @hookimpl
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Add the metrics to the history."""
+        """Log metrics of the run, unless it is `OfflineTrainer.log` that passes its own on."""
         self.state.global_step = step
-        self.state.log_history.append({**named(metrics), "step": step})
+        if self.given is None:
+            self.given = named(metrics, self.owner.names)
+            try:
+                self.owner.log(dict(self.given))
+            finally:
+                self.given = None
+
+    @hookimpl
+    def on_step(self, trainer: Any, step: int) -> None:
+        """Write the model to ``checkpoint-<step>``, as transformers names it, at the steps of checkpoints."""
+        train, last = trainer.config.train, trainer.total_steps
+        if not train.save_interval or (step % train.save_interval and step != last):
+            return
+        self.written.append(trainer.run_dir / f"checkpoint-{step}")
+        self.owner.save_model(str(self.written[-1]), _internal_call=True)
+        while len(self.written) > train.keep_checkpoints:
+            old = self.written.pop(0)
+            if self.owner.is_world_process_zero():
+                shutil.rmtree(old, ignore_errors=True)
 
 
-def named(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics by the names of transformers; those of evaluations begin with ``eval_``."""
-    found = {}
+class Tracked:
+    """A tracker that `OfflineTrainer.log` gives the metrics, by TRL's names."""
+
+    def __init__(self, tracker: Any) -> None:
+        self.tracker = tracker
+
+    @hookimpl
+    def on_train_begin(self, trainer: Any) -> None:
+        """Open the tracker."""
+        self.tracker.on_train_begin(trainer)
+
+    @hookimpl
+    def on_train_end(self, trainer: Any) -> None:
+        """Close the tracker."""
+        self.tracker.on_train_end(trainer)
+
+
+def of_trackers(logs: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of logs by the names that transformers gives trackers: ``eval/...``, or ``train/...``."""
+    numbers = {name: value for name, value in logs.items() if isinstance(value, int | float)}
+    return {
+        f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}": value
+        for name, value in numbers.items()
+    }
+
+
+def named(metrics: Mapping[str, float], names: Mapping[str, str]) -> dict[str, float]:
+    """Return metrics by the names of transformers and of TRL; those of evaluations begin with ``eval_``."""
+    found, known = {}, {**NAMES, **names}
     for name, value in metrics.items():
         held_out = name.startswith("eval/")
         own = name.removeprefix("eval/")
-        found[f"{'eval_' * held_out}{NAMES.get(own, own)}"] = value
+        found[f"{'eval_' * held_out}{known.get(own, own)}"] = value
     return found
 
 
-class OfflineTrainer:
+class OfflineTrainer(Calling):
     """A trainer of transformers in the eyes of a script; ``trainer`` is the trainer of trainkit that computes."""
 
     method: ClassVar[str]
@@ -86,33 +158,59 @@ class OfflineTrainer:
             reference: the reference model of DPO.
         """
         model, tokenizer = given["model"], given["tokenizer"]
+        observers = observing(given.get("callbacks") or ())
+        given = {**given, **loading(model, given)}
         self.train_dataset, self.eval_dataset = given.get("train_dataset"), given.get("eval_dataset")
         self.args: TrainingArguments = given["args"] or TrainingArguments("tmp_trainer")
-        self.tokenizer, self._log = tokenizer, Log()
+        if found := loading(model, vars(self.args)):
+            self.args = copy.copy(self.args)
+            vars(self.args).update(found)
+        if is_stream(train) and self.args.max_steps <= 0:
+            raise ConfigError("train_dataset is a stream, whose length is not known; set max_steps in args")
+        self.tokenizer, self._log, self._own = tokenizer, Log(self), dict[str, Any]()
         if given.get("peft_config") is not None and has_adapter(model):
             model, given = self._adapted(model, given)
         settings = {name: value for name, value in given.items() if name not in OBJECTS}
         optimizer, scheduler = given.get("optimizers") or (None, None)
-        live = {"optimizer": optimizer, "scheduler": scheduler, "reference": reference}
-        live = {name: value for name, value in live.items() if value is not None}
-        config = settled(self.section, self.args, settings, type(self).__init__, rows, live)
-        config = config.evolve(**(changes or {}))
+        objects = {"optimizer": optimizer, "scheduler": scheduler, "reference": reference}
+        live = {**self.makers(), **{name: value for name, value in objects.items() if value is not None}}
+        usual = {name: each.default for name, each in parameters(type(self)).items()}
+        config = settled(self.section, self.args, settings, usual, rows, live).evolve(**(changes or {}))
+        ours = {theirs: name for name, theirs in self.names.items()}
+        best = config.train.save_best
+        if not isinstance(best, bool) and (own := ours.get(best.metric.removeprefix("eval/"))):
+            config = config.evolve(train={"save_best": {"metric": f"eval/{own}", "mode": best.mode}})
         if isinstance(model, str):
             config = config.evolve(model={"model_path": model})
         elif tokenizer is None:
-            config = config.evolve(tokenizer={"tokenizer_path": model.config._name_or_path})
-        self.trainer: Any = get_trainer(self.method)(
+            tokenizer = tokenizer_of(model)
+        self.check_called(config, model)
+        config = config.evolve(train={"trackers": self._take_trackers(config.train.trackers)})
+        self.trainer = self.trainer_class()(
             config,
             model=None if isinstance(model, str) else model,
             tokenizer=tokenizer,
-            callbacks=[self._log],
+            callbacks=[self._log, *observers, *self._trackers],
             **live,
         )
         self.tokenizer = self.trainer.tokenizer
         if train is not None:
             self.trainer.add_samples(train)
-        if held_out is not None:
+        self._sets = dict[str, tuple[Any, Any]]()
+        if isinstance(held_out, Several):
+            self._measure_each(held_out)
+        elif held_out is not None:
             self.trainer.add_eval_samples(held_out)
+
+    def _take_trackers(self, entries: list[Any]) -> list[Any]:
+        """Make the trackers of accelerate, which `log` gives the metrics, and return those that are left."""
+        known = {each.value for each in LoggerType}
+        taken = [each for each in entries if (each if isinstance(each, str) else each.name) in known]
+        usual = len(default_trackers([]))  # the console and the files of the run, which every run has
+        self._trackers = [Tracked(each) for each in default_trackers(taken)[usual:]]
+        if int(os.environ.get("RANK", 0)):
+            self._trackers = []
+        return [each for each in entries if each not in taken]
 
     def _adapted(self, model: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return a model that has an adapter already, which is trained on, and the arguments without a further one."""
@@ -123,10 +221,20 @@ class OfflineTrainer:
         """Return the rows of a dataset as samples of trainkit."""
         raise NotImplementedError
 
+    def read(self, train: Any, held_out: Any) -> tuple[Any, Any]:
+        """Return both datasets of the constructor as samples of trainkit; None stays None."""
+        several = isinstance(held_out, Mapping)
+        if train is None:
+            log.warning("there is no train_dataset, so train() cannot be called; evaluate() can")
+        return None if train is None else self.samples(train), (
+            Several({name: self.samples(each) for name, each in held_out.items()}) if several
+            else None if held_out is None else self.samples(held_out)
+        )  # fmt: skip
+
     @property
     def model(self) -> Any:
         """The model, which is trained in place if it was given as an object."""
-        return self.trainer.unwrapped.model
+        return self.trainer.models.unwrapped.model
 
     @property
     def state(self) -> TrainerState:
@@ -140,13 +248,30 @@ class OfflineTrainer:
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer."""
-        return self.trainer.optimizer
+        """The optimizer; one that is set is that of `create_optimizer`."""
+        return self._own["optimizer"] if "optimizer" in self._own else self._built().optimizer
+
+    @optimizer.setter
+    def optimizer(self, value: Any) -> None:
+        self._own["optimizer"] = value
 
     @property
     def lr_scheduler(self) -> Any:
-        """The schedule of the learning rate."""
-        return self.trainer.models.scheduler
+        """The schedule of the learning rate; one that is set is that of `create_scheduler`."""
+        return self._own["lr_scheduler"] if "lr_scheduler" in self._own else self._built().scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, value: Any) -> None:
+        self._own["lr_scheduler"] = value
+
+    @property
+    def data_collator(self) -> Any:
+        """The collator that was given; trainkit makes the batches by itself."""
+        return getattr(self, "_data_collator", None)
+
+    def _built(self) -> Any:
+        self.trainer.models.build()
+        return self.trainer.models
 
     def is_world_process_zero(self) -> bool:
         """Return whether this is the main process."""
@@ -161,6 +286,8 @@ class OfflineTrainer:
         config = self.trainer.config
         given = config.train.run_dir or "tmp_trainer"
         alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
+        if resume and (found := re.search(r"checkpoint-(\d+)/?$", str(resume))):  # whose state trainkit keeps apart
+            resume = str(Path(str(resume)).parent / "checkpoints" / f"step_{int(found[1]):08d}")
         train = {"resume": "auto" if resume is True else resume} if resume else {}
         run_dir = free_directory(given) if alone and not resume else given
         self.trainer.config = config.evolve(train={"run_dir": run_dir, **train})
@@ -174,7 +301,8 @@ class OfflineTrainer:
         """Train to the end, and return the number of steps, the mean loss and the times.
 
         Args:
-            resume_from_checkpoint: whether to go on from the newest checkpoint in ``args.output_dir``, or a checkpoint.
+            resume_from_checkpoint: whether to go on from the newest checkpoint in ``args.output_dir``, or a checkpoint,
+                such as ``args.output_dir/checkpoint-<step>``.
             trial: without effect.
             ignore_keys_for_eval: without effect.
         """
@@ -185,7 +313,13 @@ class OfflineTrainer:
             self._load_best()
         losses = [each["loss"] for each in self.state.log_history if "loss" in each]
         mean = sum(losses) / len(losses) if losses else 0.0
-        metrics = {"train_runtime": time.perf_counter() - started, "train_loss": mean}
+        seconds, at = time.perf_counter() - started, self.trainer.progress
+        metrics = {
+            "train_runtime": seconds,
+            "train_samples_per_second": at.samples / seconds,
+            "train_steps_per_second": at.step / seconds,
+            "train_loss": mean,
+        }
         self.state.log_history.append({**metrics, "step": self.state.global_step})
         return TrainOutput(self.state.global_step, mean, metrics)
 
@@ -204,13 +338,63 @@ class OfflineTrainer:
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Return the loss and the metrics over held-out samples: those of the constructor, or of ``eval_dataset``."""
-        if eval_dataset is not None:
-            self.trainer.add_eval_samples(self.samples(eval_dataset))
+        """Return the loss and the metrics over held-out samples: those of the constructor, or of ``eval_dataset``.
+
+        Args:
+            eval_dataset: held-out rows, or several datasets by name, whose metrics are ``eval_<name>_loss`` and others.
+            ignore_keys: without effect.
+            metric_key_prefix: what the names of metrics begin with.
+        """
+        if isinstance(eval_dataset, Mapping):
+            return {
+                name: value
+                for each, dataset in eval_dataset.items()
+                for name, value in self.evaluate(dataset, ignore_keys, f"{metric_key_prefix}_{each}").items()
+            }
         self._choose_directory()
         self.trainer.begin()
-        found = named(self.trainer.evaluate())
-        return {f"{metric_key_prefix}{name.removeprefix('eval')}": value for name, value in found.items()}
+        measure = partial(get_trainer(self.method).evaluate, self.trainer)
+        found = measure() if eval_dataset is None else self._on(eval_dataset, measure)
+        values = named(found, self.names).items()
+        return {f"{metric_key_prefix}{name.removeprefix('eval')}": value for name, value in values}
+
+    def _on(self, eval_dataset: Any, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """Return what ``measure`` does with other held-out samples."""
+        evaluator = self.trainer.evaluator
+        before, sets = (self.trainer.eval_samples, evaluator.held_out), self._sets
+        try:
+            self.trainer.add_eval_samples(self.samples(eval_dataset))
+            self._sets = {}
+            return measure()
+        finally:
+            (self.trainer.eval_samples, evaluator.held_out), self._sets = before, sets
+
+    def called_evaluation(self) -> dict[str, float]:
+        """Return the metrics of an overridden `evaluate` by the names of trainkit."""
+        ours = {theirs: name for name, theirs in {**NAMES, **self.names}.items()}
+        plain = {name.removeprefix("eval_"): float(value) for name, value in self.evaluate().items()}
+        return {f"eval/{ours.get(name, name)}": value for name, value in plain.items()}
+
+    def _measure_each(self, several: Several) -> None:
+        """Make evaluations measure several sets of held-out samples, each by its name."""
+        evaluator = self.trainer.evaluator
+        for name, rows in several.items():
+            self.trainer.add_eval_samples(rows)
+            self._sets[name] = self.trainer.eval_samples, None
+        measure: Callable[[], dict[str, float]] = evaluator.on_held_out
+
+        def on_each() -> dict[str, float]:
+            if not self._sets:
+                return measure()
+            found = {}
+            for name, (rows, experience) in self._sets.items():
+                self.trainer.eval_samples, evaluator.held_out = rows, experience
+                for key, value in named(measure(), self.names).items():
+                    found[f"eval/{name}_{key.removeprefix('eval_')}"] = value
+                self._sets[name] = rows, evaluator.held_out
+            return found
+
+        evaluator.on_held_out = on_each
 
     # ------------------------------------------------------------------------------------------------------ saving
 
@@ -238,10 +422,17 @@ class OfflineTrainer:
         return self.trainer.push_to_hub(self.args.hub_model_id, **kwargs)
 
     def log(self, logs: Mapping[str, float]) -> None:
-        """Log further metrics at the present step."""
-        hook, step = self.trainer.hooks.hook, self.trainer.progress.step
-        if self.is_world_process_zero():
-            hook.log_metrics(trainer=self.trainer, step=step, metrics=dict(logs))
+        """Log metrics at the present step: keep them in ``state``, and pass those on that are not of the run itself."""
+        if not self.is_world_process_zero():
+            return
+        step, given = self.trainer.progress.step, self._log.given
+        self.state.log_history.append({**logs, "step": step})
+        for each in self._trackers:
+            each.tracker.log_metrics(self.trainer, step, of_trackers(logs))
+        if added := {name: value for name, value in logs.items() if name not in (given or {})}:
+            self._log.given = given or {}
+            self.trainer.hooks.hook.log_metrics(trainer=self.trainer, step=step, metrics=added)
+            self._log.given = given
 
     def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
         """Log metrics of a split."""
@@ -270,7 +461,7 @@ def settled(
     section: str,
     args: TrainingArguments,
     given: Mapping[str, Any],
-    function: Any,
+    usual: Mapping[str, Any],
     rows: int | None,
     live: Iterable[str] = (),
 ) -> trainkit.TRLConfig[Any]:
@@ -280,23 +471,21 @@ def settled(
         section: the name of the trainer, as the table has it.
         args: the arguments of training.
         given: the arguments of the trainer that are settings.
-        function: the constructor, whose defaults are not told of.
+        usual: the defaults of these, which are not told of.
         rows: how many rows the dataset has, if that is known.
         live: what is given as an object; sections of that name are left at their defaults.
 
     Raises:
         ConfigError: a setting has no counterpart in trainkit; says what to write instead.
     """
-    defaults = dict(zip(reversed(function.__code__.co_varnames[: function.__code__.co_argcount]),
-                        reversed(function.__defaults__), strict=False))  # fmt: skip
-    of_trainer = _telling(section, given, {name: defaults.get(name) for name in given})
-    table, usual = framework("trl").settings, type(args)(output_dir=args.output_dir)
+    of_trainer = _telling(section, given, {name: usual.get(name) for name in given})
+    table, plain = framework("trl").settings, type(args)(output_dir=args.output_dir)
     known = [name for name in (*(field.name for field in fields(TrainingArguments)), *OLD) if hasattr(args, name)]
-    values, unset = ({name: _plain(getattr(each, name)) for name in known} for each in (args, usual))
+    values, unset = ({name: _plain(getattr(each, name)) for name in known} for each in (args, plain))
     sections = {"TrainingArguments": _telling("TrainingArguments", values, unset), section: of_trainer}
     own = [field.name for field in fields(args) if field.name not in known]
     if home := next((cls.__name__ for cls in type(args).__mro__ if f"{cls.__name__}.max_length" in table), None):
-        sections[home] = _telling(home, *({name: getattr(each, name) for name in own} for each in (args, usual)))
+        sections[home] = _telling(home, *({name: getattr(each, name) for name in own} for each in (args, plain)))
     processes = int(os.environ.get("WORLD_SIZE", 1))
     found = translate("trl", sections, processes=processes, rows=rows)
     if found.refused:
@@ -329,18 +518,8 @@ def _saved(name: str) -> str:
     return name.replace(".modules_to_save.default", "").replace(".default.", ".")
 
 
-def single(dataset: Any) -> Any:
-    """Return a dataset as it is.
-
-    Raises:
-        ConfigError: it is a mapping of several.
-    """
-    if isinstance(dataset, Mapping):
-        raise ConfigError(
-            f"eval_dataset is a mapping of {len(dataset)} datasets, {', '.join(map(str, dataset))}; give one of them, "
-            "and measure the others with trainer.evaluate(dataset, metric_key_prefix=...)"
-        )
-    return dataset
+class Several(dict[str, Any]):
+    """Held-out samples of several datasets, by name."""
 
 
 def count(dataset: Any) -> int | None:
@@ -369,14 +548,38 @@ def selected(dataset: Any, names: Iterable[str], needed: Iterable[str] = ()) -> 
         raise DataError(f"the dataset has no {', '.join(missing)}; it has {has}; name its columns so")
     wanted = [name for name in names if name in found]
     if hasattr(dataset, "select_columns"):
-        chosen = dataset.select_columns(wanted)
-        return chosen if is_stream(dataset) else [dict(row) for row in chosen]
-    return [{name: row[name] for name in wanted} for row in dataset]
+        dataset = dataset.select_columns(wanted)
+    return formatted(dataset, lambda row: {name: row[name] for name in wanted})
+
+
+def loading(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``model_init_kwargs`` of arguments, if they are given, with the type of the saved weights for ``"auto"``.
+
+    Raises:
+        ConfigError: the model is loaded already.
+    """
+    if not (found := given.get("model_init_kwargs")):
+        return {}
+    if not isinstance(model, str):
+        raise ConfigError(
+            "model_init_kwargs is how a model is loaded, and model is one that is loaded already; leave it out, or "
+            "give the name of the model"
+        )
+    names = [name for name in ("dtype", "torch_dtype") if found.get(name) == "auto"]
+    saved = AutoConfig.from_pretrained(model).dtype or torch.float32 if names else None
+    kept = {name: value for name, value in found.items() if value is not None}
+    return {"model_init_kwargs": {**kept, **dict.fromkeys(names, saved)}}
 
 
 def tokenizer_of(model: Any) -> Any:
-    """Return the tokenizer of a model, whose name or directory is known."""
-    return AutoTokenizer.from_pretrained(model if isinstance(model, str) else model.config._name_or_path)
+    """Return the tokenizer of a model.
+
+    Raises:
+        ConfigError: the model has no name or directory with one.
+    """
+    if not (name := model if isinstance(model, str) else model.config._name_or_path):
+        raise ConfigError("tokenizer is not given, and the model has no name or directory with one; give tokenizer")
+    return AutoTokenizer.from_pretrained(name)
 
 
 def longest(model: Any, tokenizer: Any, most: int) -> int:
@@ -384,3 +587,68 @@ def longest(model: Any, tokenizer: Any, most: int) -> int:
     config = AutoConfig.from_pretrained(model) if isinstance(model, str) else model.config
     context = getattr(config, "max_position_embeddings", None) or most
     return int(min(most, context, getattr(tokenizer, "model_max_length", None) or most))
+
+
+class RichProgressCallback:
+    """Stands for TRL's display of progress: trainkit shows its own, and this has no effect."""
+
+    def __init__(self) -> None:
+        log.warning("RichProgressCallback has no effect: progress is shown and logged by train.trackers")
+
+
+def observing(callbacks: Iterable[Any]) -> list[Any]:
+    """Return callbacks as objects with hooks of trainkit; classes are made.
+
+    Raises:
+        ConfigError: one is of transformers, or has no hook.
+    """
+    made = [each() if isinstance(each, type) else each for each in callbacks]
+    made = [each for each in made if not isinstance(each, RichProgressCallback)]
+    for each in made:
+        if isinstance(each, TrainerCallback):
+            raise ConfigError(
+                f"callbacks of transformers are not called; give objects with methods that trainkit.hookimpl "
+                f"marks, such as on_step, in the place of {type(each).__name__}"
+            )
+    return made
+
+
+def parameters(cls: type) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of the constructor that the adapter gives a class, also one of a script below it."""
+    own = next(each for each in cls.__mro__ if each.__module__.startswith(ADAPTER) and "__init__" in vars(each))
+    return inspect.signature(own).parameters
+
+
+F = TypeVar("F", bound=Callable[..., None])
+
+
+def checking(init: F) -> F:
+    """Make a constructor check the names and kinds of its arguments; those that are wrong are ConfigErrors."""
+    signature = inspect.signature(init)
+    known = [name for name in signature.parameters if name != "self"]
+
+    @wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        home = next(each.__name__ for each in type(self).__mro__ if each.__module__.startswith(ADAPTER))
+        for name in kwargs:
+            if name not in known:
+                raise ConfigError(f"{home} takes no {name}{suggest(name, known)}; it takes {', '.join(known)}")
+        try:
+            given = signature.bind(self, *args, **kwargs).arguments
+        except TypeError as error:
+            raise ConfigError(f"the arguments of {home} do not fit: {error}; name them") from error
+        for name, (kinds, wanted) in KINDS.items():
+            value, optional = given.get(name), name != "model"
+            if name in known and not (isinstance(value, kinds) or (optional and value is None)):
+                raise ConfigError(f"{name} of {home} should be {wanted}; given {describe(value)}")
+        for name in ("train_dataset", "eval_dataset"):
+            value = given.get(name)
+            several = isinstance(value, Mapping) and name == "train_dataset"
+            if value is not None and (isinstance(value, str | bytes) or several or not hasattr(value, "__iter__")):
+                raise ConfigError(
+                    f"{name} of {home} should be a dataset, such as a split of load_dataset(...), or a list of rows; "
+                    f"given {describe(value)}"
+                )
+        init(self, *args, **kwargs)
+
+    return checked  # type: ignore[return-value]

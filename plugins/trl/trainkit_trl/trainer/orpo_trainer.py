@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch.nn.functional as F
@@ -15,6 +16,14 @@ class ORPOTrainer(ReferenceFreeTrainer):
 
     method: ClassVar[str] = "orpo"
     section: ClassVar[str] = "ORPOTrainer"
+    of_loss: ClassVar[tuple[str, ...]] = (*ReferenceFreeTrainer.of_loss, "odds_ratio_loss")
+    names: ClassVar[Mapping[str, str]] = {"loss/nll": "nll_loss", "odds/log_ratio": "log_odds_chosen"}
+    averages = True
+
+    def preference_loss(self, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor, Tensor, dict[str, float]]:
+        """Return minus the losses of `odds_ratio_loss`, the rewards, and its means."""
+        found, good, bad, ratio, odds = self.odds_ratio_loss(chosen, rejected)
+        return -found, good, bad, {"log_odds_ratio": ratio, "log_odds_chosen": odds}
 
     def odds_ratio_loss(
         self, policy_chosen_logps: Tensor, policy_rejected_logps: Tensor

@@ -5,28 +5,93 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from trainkit import Preferences, Sequences
-from trainkit.functional import masked_sum, token_logprobs
-from trainkit_trl.trainer.offline import OfflineTrainer, count, longest, selected, single
+from trainkit import Preferences
+from trainkit.errors import ConfigError
+from trainkit.functional import masked_sum, preference_accuracy, token_logprobs
+from trainkit_trl.trainer.calling import NOT_CALLED, OF_PAIRS, named_sequences
+from trainkit_trl.trainer.offline import OfflineTrainer, checking, count, longest, selected
 from trainkit_trl.trainer.utils import pad_to_length
 
 log = logging.getLogger(__name__)
 COLUMNS = ("prompt", "chosen", "rejected")
-NAMES = {"loss/nll": "nll_loss", "odds/log_ratio": "log_odds_chosen"}
-"""The names of TRL for metrics of trainkit."""
 
 
 class PairTrainer(OfflineTrainer):
     """A trainer on rows with ``prompt``, ``chosen`` and ``rejected``."""
 
+    not_called: ClassVar[Mapping[str, str]] = {**NOT_CALLED, **OF_PAIRS}
+    of_loss: ClassVar[tuple[str, ...]] = (
+        "compute_loss", "prediction_step", "get_batch_loss_metrics", "get_batch_metrics", "concatenated_forward",
+        "concatenated_inputs", "get_batch_logps", "_get_batch_logps", "store_metrics",
+    )  # fmt: skip
     label_pad_token_id = -100
+
+    def inputs_of(self, batch: Preferences) -> dict[str, Tensor]:
+        """Return ids, attention masks and labels [B, T] of both sides."""
+        if self.trainer.model_config.is_encoder_decoder:
+            raise ConfigError(
+                f"{type(self).__name__} overrides a part of the loss, which is called for decoder-only models alone"
+            )
+        found = dict[str, Tensor]()
+        for side in COLUMNS[1:]:
+            named = named_sequences(getattr(batch, side), ignored=self.label_pad_token_id)
+            found |= {f"{side}_{name}": value for name, value in named.items()}
+        return found
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False) -> Any:
+        """Return the loss of a batch of pairs [], with ``return_outputs`` also its metrics by TRL's names.
+
+        Args:
+            model: computes log π.
+            inputs: ids, attention masks and labels of both sides.
+            return_outputs: whether the metrics are returned.
+        """
+        loss, metrics = self._batch_metrics(model, inputs, "train")
+        self.store_metrics(metrics)
+        return (loss, metrics) if return_outputs else loss
+
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor, Any, Any]:
+        """Return the loss of a batch of held-out pairs [], and None in the place of logits and labels."""
+        with torch.no_grad():
+            loss, metrics = self._batch_metrics(model, inputs, "eval")
+        self.store_metrics(metrics, train_eval="eval")
+        return loss, None, None
+
+    def _batch_metrics(self, model: Any, inputs: dict[str, Any], which: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """Call the method of TRL 0.8.6, or that of 0.7.2 if a script overrides it."""
+        old = self.overrides("get_batch_metrics")
+        found: tuple[Tensor, dict[str, Tensor]] = (self.get_batch_metrics if old else self.get_batch_loss_metrics)(
+            model, inputs, train_eval=which
+        )
+        return found
+
+    def get_batch_metrics(
+        self, model: Any, batch: dict[str, Any], train_eval: Literal["train", "eval"] = "train"
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return what `get_batch_loss_metrics` does; its name in TRL 0.7.2."""
+        return self.get_batch_loss_metrics(model, batch, train_eval)
+
+    def _both(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+        """Call `concatenated_inputs` with what differs from its defaults, as in each version of TRL."""
+        pad = self.label_pad_token_id
+        more: dict[str, Any] = {} if pad == -100 else {"label_pad_token_id": pad}
+        return self.concatenated_inputs(batch, **more)
+
+    def _logps(self, logits: Tensor, labels: Tensor, average: bool) -> Tensor:
+        """Call `get_batch_logps` in the same way."""
+        pad = self.label_pad_token_id
+        read = self._get_batch_logps if self.overrides("_get_batch_logps") else self.get_batch_logps
+        more: dict[str, Any] = {} if pad == -100 else {"label_pad_token_id": pad}
+        return read(logits, labels, average_log_prob=average, **more)
 
     def get_batch_loss_metrics(
         self, model: Any, batch: dict[str, Any], train_eval: Literal["train", "eval"] = "train"
@@ -55,14 +120,7 @@ class PairTrainer(OfflineTrainer):
         """Yield the pairs in the order of the dataset, in batches of ``per_device_train_batch_size`` by TRL's names."""
         rows, size = list(self.trainer.pipeline.rows), self.args.per_device_train_batch_size
         for start in range(0, len(rows), size):
-            pairs = self.trainer.encode_preferences(rows[start : start + size])
-            batch = {}
-            for side in COLUMNS[1:]:
-                sequences = getattr(pairs, side)
-                labels = sequences.input_ids.masked_fill(~sequences.response_mask, self.label_pad_token_id)
-                batch[f"{side}_input_ids"], batch[f"{side}_labels"] = sequences.input_ids, labels
-                batch[f"{side}_attention_mask"] = sequences.attention_mask.long()
-            yield batch
+            yield self.inputs_of(self.trainer.encode_preferences(rows[start : start + size]))
 
     @staticmethod
     def concatenated_inputs(
@@ -114,6 +172,8 @@ class PairTrainer(OfflineTrainer):
         sums = masked_sum(picked, mask, dim=1)
         return sums / mask.sum(1) if average_log_prob else sums
 
+    _get_batch_logps = get_batch_logps
+
     def evaluation_loop(
         self,
         dataloader: Iterable[dict[str, Tensor]],
@@ -164,6 +224,7 @@ class ReferenceFreeTrainer(PairTrainer):
         ConfigError: a setting has no counterpart in trainkit; says what to write instead.
     """
 
+    @checking
     def __init__(
         self,
         model: Any = None,
@@ -183,12 +244,36 @@ class ReferenceFreeTrainer(PairTrainer):
         if getattr(args, "disable_dropout", True) and getattr(peft_config, "lora_dropout", None):
             given["peft_config"] = without_dropout(peft_config)
         rows = None if train_dataset is None else count(train_dataset)
-        train, held_out = (
-            None if each is None else self.samples(each) for each in (train_dataset, single(eval_dataset))
-        )
+        train, held_out = self.read(train_dataset, eval_dataset)
         room = getattr(args, "max_length", None) or longest(model, tokenizer, 512)
         self._begin(given, train, held_out, rows=rows, changes={"train": {"seq_length": room}})
         self.beta = self.trainer.method.beta
+
+    @property
+    def averages(self) -> bool:
+        """Whether log π of a side is a mean over its tokens, and not a sum."""
+        return False
+
+    def preference_loss(self, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor, Tensor, dict[str, float]]:
+        """Return what is added to the likelihood and the rewards of both sides, [B] ×2 -> [B] ×3, and metrics."""
+        raise NotImplementedError
+
+    def concatenated_forward(self, model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return log π [B] and logits [B, T, V] of the chosen and the rejected sides, and the likelihood loss [].
+
+        The last is −log π of the chosen sides, a mean over the tokens of each and then over sides.
+
+        Args:
+            model: computes the logits.
+            batch: ids, attention masks and labels of both sides.
+        """
+        self.trainer.models.build()  # it switches dropout off
+        both = self._both(batch)
+        logits = model(both["concatenated_input_ids"], attention_mask=both["concatenated_attention_mask"]).logits
+        labels = both["concatenated_labels"]
+        means = self._logps(logits, labels, True)
+        logps = means if self.averages else self._logps(logits, labels, False)
+        return (*logps.chunk(2), *logits.chunk(2), -means.chunk(2)[0].mean())
 
     def get_batch_loss_metrics(
         self, model: Any, batch: dict[str, Any], train_eval: Literal["train", "eval"] = "train"
@@ -196,29 +281,37 @@ class ReferenceFreeTrainer(PairTrainer):
         """Return the mean loss [] of a batch, and its metrics by TRL's names.
 
         Args:
-            model: without effect: log π is that of ``self.model``.
+            model: computes log π.
             batch: ids, attention masks and labels of both sides.
             train_eval: with ``"eval"``, the names of metrics begin with ``eval_``.
         """
-        both = self.concatenated_inputs(batch, label_pad_token_id=self.label_pad_token_id)
-        parts = zip(*(both[f"concatenated_{name}"].chunk(2) for name in ("input_ids", "attention_mask", "labels")),
-                    strict=True)  # fmt: skip
-        sides = [Sequences(ids, real.bool(), labels != self.label_pad_token_id) for ids, real, labels in parts]
-        loss, metrics = self.trainer.loss(Preferences(*sides))
-        prefix = "eval_" * (train_eval == "eval")
-        named = {NAMES.get(name, name): torch.tensor(metric.compute()) for name, metric in metrics.items()}
-        return loss, {f"{prefix}{name}": value for name, value in named.items()}
+        chosen, rejected, chosen_logits, rejected_logits, likelihood = self.concatenated_forward(model, batch)
+        losses, good, bad, further = self.preference_loss(chosen, rejected)
+        found = measured(good, bad, chosen, rejected, chosen_logits, rejected_logits)
+        found |= {"nll_loss": likelihood, **{name: torch.tensor(value) for name, value in further.items()}}
+        return losses.mean() + likelihood, averaged(found, train_eval)
 
-    def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False) -> Any:
-        """Return the loss of a batch of pairs [], with ``return_outputs`` also its metrics by TRL's names.
 
-        Args:
-            model: without effect: log π is that of ``self.model``.
-            inputs: ids, attention masks and labels of both sides.
-            return_outputs: whether the metrics are returned.
-        """
-        loss, metrics = self.get_batch_loss_metrics(model, inputs)
-        return (loss, metrics) if return_outputs else loss
+def measured(
+    good: Tensor, bad: Tensor, chosen: Tensor, rejected: Tensor, chosen_logits: Tensor, rejected_logits: Tensor
+) -> dict[str, Tensor]:
+    """Return the metrics of pairs by TRL's names, from rewards [B], log π [B] and logits [B, T, V] of both sides."""
+    return {
+        "rewards/chosen": good,
+        "rewards/rejected": bad,
+        "rewards/accuracies": preference_accuracy(good, bad),
+        "rewards/margins": good - bad,
+        "logps/chosen": chosen,
+        "logps/rejected": rejected,
+        "logits/chosen": chosen_logits,
+        "logits/rejected": rejected_logits,
+    }
+
+
+def averaged(found: Mapping[str, Tensor], train_eval: str) -> dict[str, Tensor]:
+    """Return the means of metrics, whose names begin with ``eval_`` for held-out pairs."""
+    prefix = "eval_" * (train_eval == "eval")
+    return {f"{prefix}{name}": value.detach().mean().cpu() for name, value in found.items()}
 
 
 def without_dropout(peft_config: Any) -> Any:

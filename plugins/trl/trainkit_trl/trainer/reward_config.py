@@ -6,25 +6,44 @@ from dataclasses import dataclass
 
 from transformers import TrainingArguments
 
-OLD = (
-    "adafactor", "evaluation_strategy", "group_by_length", "logging_dir", "no_cuda", "overwrite_output_dir",
-    "save_safetensors", "warmup_ratio",
-)  # fmt: skip
-"""Arguments that `transformers.TrainingArguments` had when TRL was written for it, and no longer has."""
-
 
 @dataclass
 class OldArguments(TrainingArguments):
     """The settings of `transformers.TrainingArguments`, and some that it no longer has."""
 
     adafactor: bool = False
+    dispatch_batches: bool | None = None
     evaluation_strategy: str | None = None
+    fp16_backend: str = "auto"
+    fp16_opt_level: str = "O1"
+    fsdp_min_num_params: int = 0
+    fsdp_transformer_layer_cls_to_wrap: str | None = None
     group_by_length: bool = False
+    half_precision_backend: str = "auto"
+    include_inputs_for_metrics: bool = False
+    include_tokens_per_second: bool = False
+    jit_mode_eval: bool = False
     logging_dir: str | None = None
+    mp_parameters: str = ""
     no_cuda: bool = False
     overwrite_output_dir: bool = False
+    past_index: int = -1
+    per_gpu_eval_batch_size: int | None = None
+    per_gpu_train_batch_size: int | None = None
+    push_to_hub_model_id: str | None = None
+    push_to_hub_organization: str | None = None
+    push_to_hub_token: str | None = None
+    ray_scope: str | None = "last"
     save_safetensors: bool = True
+    sharded_ddp: str = ""
+    split_batches: bool = False
+    torchdynamo: str | None = None
+    tpu_metrics_debug: bool = False
+    tpu_num_cores: int | None = None
+    use_ipex: bool = False
+    use_mps_device: bool = False
     warmup_ratio: float = 0.0
+    xpu_backend: str | None = None
 
     def __post_init__(self) -> None:
         if self.evaluation_strategy is not None:
@@ -32,6 +51,10 @@ class OldArguments(TrainingArguments):
         if getattr(self, "activation_checkpointing", False) is None:  # its new name, which also sets the old one
             self.activation_checkpointing = self.gradient_checkpointing
         super().__post_init__()  # type: ignore[no-untyped-call]
+
+
+OLD = tuple(OldArguments.__annotations__)
+"""The names of these."""
 
 
 @dataclass

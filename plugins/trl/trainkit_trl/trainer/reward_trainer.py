@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import logging
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 from transformers.trainer_utils import PredictionOutput
 
-from trainkit.data import formatted
-from trainkit_trl.trainer.offline import OfflineTrainer, count, longest, selected, single
+from trainkit.data import Sequences, formatted
+from trainkit.functional import preference_accuracy
+from trainkit.metrics import Mean, Metrics
+from trainkit.models import Scorer, load_model
+from trainkit_trl.trainer.offline import OfflineTrainer, checking, count, longest, selected
 from trainkit_trl.trainer.utils import RewardDataCollatorWithPadding, compute_accuracy
 
+log = logging.getLogger(__name__)
 COLUMNS = ("input_ids_chosen", "attention_mask_chosen", "input_ids_rejected", "attention_mask_rejected", "margin")
 
 
@@ -42,7 +49,9 @@ class RewardTrainer(OfflineTrainer):
 
     method: ClassVar[str] = "reward"
     section: ClassVar[str] = "RewardTrainer"
+    names: ClassVar[Mapping[str, str]] = {"rewards/accuracies": "accuracy"}
 
+    @checking
     def __init__(
         self,
         model: Any = None,
@@ -65,13 +74,50 @@ class RewardTrainer(OfflineTrainer):
             raise ValueError("max_length is given here and in args; give it in args alone")
         if isinstance(data_collator, RewardDataCollatorWithPadding):
             given["data_collator"] = None
-        self.data_collator = data_collator or RewardDataCollatorWithPadding(tokenizer)
+        self._data_collator = data_collator or RewardDataCollatorWithPadding(tokenizer)
         given["max_length"] = max_length or of_args or longest(model, tokenizer, 512)
+        self._labels = int(getattr(getattr(model, "config", None), "num_labels", 1))
+        if self._labels > 1:
+            log.warning(
+                "the model has %d labels, and the loss is a mean over them, as in TRL; as a reward function it needs "
+                "num_labels=1",
+                self._labels,
+            )
         rows = None if train_dataset is None else count(train_dataset)
-        train, held_out = (
-            None if each is None else self.samples(each) for each in (train_dataset, single(eval_dataset))
-        )
+        train, held_out = self.read(train_dataset, eval_dataset)
         self._begin(given, train, held_out, rows=rows)
+
+    def changes(self) -> dict[str, Any]:
+        """Return the methods that take the place of trainkit's: with several labels, those of their model and loss."""
+        if self._labels == 1:
+            return super().changes()
+        own = {
+            "get_arch": lambda trainer, config: Labels(load_model(with_heads(config.model), trainer.live_model)),
+            "loss": lambda _, batch: self.own_loss(batch),
+        }
+        return {**own, **super().changes()}
+
+    def own_loss(self, batch: Any) -> tuple[Tensor, Metrics]:
+        """Return the loss of trainkit, of a model with several labels as TRL computes it: the mean over labels too."""
+        if self._labels == 1:
+            return super().own_loss(batch)
+        chosen, rejected = self.trainer.policy(batch.both).split(len(batch))
+        found = (chosen.mean(1), rejected.mean(1))
+        return -F.logsigmoid(chosen - rejected - batch.margins.unsqueeze(1)).mean(), {
+            "rewards/chosen": Mean.of(found[0]),
+            "rewards/rejected": Mean.of(found[1]),
+            "rewards/margins": Mean.of(found[0] - found[1]),
+            "rewards/accuracies": Mean.of(preference_accuracy(*found)),
+        }
+
+    def inputs_of(self, batch: Any) -> dict[str, Any]:
+        """Return ids and attention masks [B, T] of both sides, and ``margin`` [B]."""
+        found: dict[str, Any] = {"return_loss": True, "margin": batch.margins}
+        for side in ("chosen", "rejected"):
+            sequences = getattr(batch, side)
+            found[f"input_ids_{side}"] = sequences.input_ids
+            found[f"attention_mask_{side}"] = sequences.attention_mask.long()
+        return found
 
     def samples(self, dataset: Any) -> Any:
         """Return pairs of token ids with their margins."""
@@ -100,7 +146,7 @@ class RewardTrainer(OfflineTrainer):
         with self.trainer.inference():
             batch = self.trainer.make_experience(self.trainer.read_samples(rows))
             loss, rewards = self.trainer.loss(batch)[0], self.trainer.policy(batch.both)
-        return float(loss), torch.stack(rewards.chunk(2), dim=1).softmax(1).cpu()
+        return float(loss), _shares(*rewards.chunk(2)).cpu()
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False) -> Any:
         """Return the loss of a batch of pairs [], with ``return_outputs`` also the rewards [B] of both sides.
@@ -114,7 +160,8 @@ class RewardTrainer(OfflineTrainer):
         inputs = {name: value.reshape(len(value)) if name == "margin" else value for name, value in inputs.items()}
         rows = [dict(zip(names, row, strict=True)) for row in zip(*(inputs[name] for name in names), strict=True)]
         batch = self.trainer.make_experience(self.trainer.read_samples(rows))
-        loss = self.trainer.loss(batch)[0]
+        loss, metrics = self.own_loss(batch)
+        self.store_metrics({name: metric.compute() for name, metric in metrics.items()})
         if not return_outputs:
             return loss
         chosen, rejected = self.trainer.policy(batch.both).chunk(2)
@@ -141,8 +188,42 @@ class RewardTrainer(OfflineTrainer):
             loss, rewards = self.compute_loss(model, inputs, return_outputs=True)
         if prediction_loss_only:
             return loss, None, None
-        shares = torch.stack(list(rewards.values()), dim=1).softmax(1)
+        shares = _shares(*rewards.values())
         return loss, shares, torch.zeros(len(shares))
+
+
+class Labels(Scorer):
+    """A classifier with several labels, which a scorer may not have: ``labels(sequences) -> [B, L]``."""
+
+    has_trunk = False
+
+    def __init__(self, model: Any) -> None:
+        torch.nn.Module.__init__(self)
+        self.model, self.head, self.reads_last, self.needs_mask = model, None, False, True
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the whole model."""
+        return torch.nn.Module.train(self, mode)
+
+    def forward(self, sequences: Sequences) -> Tensor:
+        """Return the logits, in float32. -> [B, L]."""
+        real = sequences.attention_mask
+        ids = sequences.input_ids.masked_fill(~real, self.model.config.pad_token_id or 0)
+        found: Tensor = self.model(input_ids=ids, attention_mask=real.long()).logits.float()
+        return found
+
+
+def with_heads(config: Any) -> Any:
+    """Return the section ``model`` with the head among what is trained besides an adapter."""
+    if config.peft_config is None:
+        return config
+    return config.model_copy(update={"peft_config": {"modules_to_save": ["score", "classifier"], **config.peft_config}})
+
+
+def _shares(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """Return the softmax of the rewards of both sides, of several labels their means. [B] or [B, L] ×2 -> [B, 2]."""
+    rewards = torch.stack([chosen, rejected], dim=1)
+    return (rewards.mean(2) if rewards.dim() > 2 else rewards).softmax(1)
 
 
 def _with_margin(row: Any) -> Any:

@@ -7,17 +7,20 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any, ClassVar
 
+from torch import Tensor
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase, TrainingArguments
 
-from trainkit.data import Completions, encode_sample, formatted, is_stream, sample_rows
-from trainkit.errors import DataError
+from trainkit.data import Completions, Sequences, encode_sample, formatted, is_stream, sample_rows
+from trainkit.errors import ConfigError, DataError
 from trainkit_trl.extras.dataset_formatting import conversations_formatting_function, instructions_formatting_function
-from trainkit_trl.trainer.offline import OfflineTrainer, columns, count, longest, selected, single, tokenizer_of
+from trainkit_trl.trainer.calling import named_sequences
+from trainkit_trl.trainer.offline import OfflineTrainer, checking, columns, count, longest, selected, tokenizer_of
 from trainkit_trl.trainer.utils import ConstantLengthDataset, DataCollatorForCompletionOnlyLM
 
 log = logging.getLogger(__name__)
 TOKENS = ("input_ids", "attention_mask", "labels")
 COMPLETION = ("prompt", "completion")
+DATASET = ("add_special_tokens", "append_concat_token", "skip_prepare_dataset")
 
 
 class SFTTrainer(OfflineTrainer):
@@ -48,7 +51,8 @@ class SFTTrainer(OfflineTrainer):
         dataset_batch_size: rows of a call of ``formatting_func``.
         neftune_noise_alpha: α of NEFTune.
         model_init_kwargs: arguments of `from_pretrained`.
-        dataset_kwargs: refused.
+        dataset_kwargs: ``add_special_tokens``, whether texts get those of the tokenizer; ``append_concat_token``,
+            whether EOS stands between packed texts; ``skip_prepare_dataset``, whether rows are token ids already.
         eval_packing: without effect.
 
     Raises:
@@ -59,6 +63,7 @@ class SFTTrainer(OfflineTrainer):
     method: ClassVar[str] = "sft"
     section: ClassVar[str] = "SFTTrainer"
 
+    @checking
     def __init__(
         self,
         model: Any = None,
@@ -96,9 +101,12 @@ class SFTTrainer(OfflineTrainer):
             given["packing"] = False
             if packing:  # as in TRL
                 train_dataset.infinite = args is not None and args.max_steps > 0
-        self.data_collator, self.packing = data_collator, bool(packing)
+        self._data_collator, self.packing = data_collator, bool(packing)
         self.dataset_text_field, self.formatting_func = dataset_text_field, formatting_func
         self.dataset_batch_size, self.tokenizer = dataset_batch_size, tokenizer
+        self.dataset_kwargs, self._told = dataset_kwargs or {}, False
+        if unknown := sorted(self.dataset_kwargs.keys() - DATASET):
+            raise ConfigError(f"dataset_kwargs has {', '.join(unknown)}; it may have {', '.join(DATASET)}")
         self.max_seq_length = max_seq_length or longest(model, tokenizer, 1024)
         known = isinstance(data_collator, DataCollatorForCompletionOnlyLM) or (
             isinstance(data_collator, DataCollatorForLanguageModeling) and not data_collator.mlm
@@ -108,17 +116,44 @@ class SFTTrainer(OfflineTrainer):
         given = {name: value for name, value in given.items() if value is not None or name in ("args", "tokenizer")}
         given.setdefault("packing", False)
         rows = None if packing else count(train_dataset)
-        train, held_out = (
-            None if each is None else self.samples(each) for each in (train_dataset, single(eval_dataset))
-        )
+        train, held_out = self.read(train_dataset, eval_dataset)
         if isinstance(train_dataset, ConstantLengthDataset):
             rows = count(train)
         self._begin(given, train, held_out, rows=rows)
 
+    def inputs_of(self, batch: Sequences) -> dict[str, Tensor]:
+        """Return ids, attention mask and labels [B, T]; the labels of an encoder-decoder are the outputs [B, R]."""
+        return named_sequences(batch, apart=self.trainer.model_config.is_encoder_decoder)
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False) -> Any:
+        """Return the negative log-likelihood [], a mean over tokens, with ``return_outputs`` also the model's outputs.
+
+        Args:
+            model: the model.
+            inputs: those of its ``forward``, with ``labels`` [B, T], which are -100 where nothing is trained on.
+            return_outputs: whether the outputs are returned.
+        """
+        outputs = model(**inputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
     def samples(self, dataset: Any) -> Any:
         """Return texts, samples of which only completions are trained on, or rows of token ids."""
         collator = self.data_collator
+        exact = self.dataset_kwargs.get("add_special_tokens") is False or (
+            self.packing and self.dataset_kwargs.get("append_concat_token") is False
+        )
         found = self._texts(dataset)
+        if exact and isinstance(collator, DataCollatorForCompletionOnlyLM):
+            raise ConfigError("dataset_kwargs chooses special tokens for whole texts alone; leave out data_collator")
+        plain = not isinstance(dataset, ConstantLengthDataset) and "input_ids" not in columns(found)
+        if plain and exact:
+            found = formatted(found, self._tokenised)
+        elif plain and not self.packing and not self._told:
+            self._told = True
+            log.warning(
+                "EOS is added to the end of each text and trained on, where TRL adds none; give rows with input_ids, "
+                "or dataset_kwargs={'add_special_tokens': False}, to train on texts without it"
+            )
         if self.packing and not isinstance(dataset, ConstantLengthDataset):
             pieces = Pieces(found, self.tokenizer, self.max_seq_length)
             return pieces if is_stream(found) else list(pieces)
@@ -132,6 +167,8 @@ class SFTTrainer(OfflineTrainer):
         if isinstance(dataset, ConstantLengthDataset):
             return dataset.tokenised if dataset.infinite else list(dataset.tokenised)
         named = columns(dataset)
+        if self.dataset_kwargs.get("skip_prepare_dataset"):
+            return selected(dataset, TOKENS, needed=TOKENS[:1])
         if field is None and function is None:
             if "input_ids" in named:
                 return selected(dataset, TOKENS)
@@ -152,6 +189,13 @@ class SFTTrainer(OfflineTrainer):
         return list(
             chain.from_iterable(_listed(function(batch)) for batch in _batches(dataset, self.dataset_batch_size))
         )
+
+    def _tokenised(self, text: str) -> dict[str, list[int]]:
+        """Return a text as token ids with the special tokens that ``dataset_kwargs`` chooses, and no others."""
+        special = self.dataset_kwargs.get("add_special_tokens", True)
+        ids = list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
+        between = self.packing and self.dataset_kwargs.get("append_concat_token", True)
+        return {"input_ids": [*ids, self.tokenizer.eos_token_id] if between else ids}
 
     def _chat(self, row: Any) -> str:
         """Return a conversation as the text that the chat template makes of it, all of which is trained on."""

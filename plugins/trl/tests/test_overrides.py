@@ -1,0 +1,282 @@
+"""Methods of TRL's trainers on samples that a script overrides: they are called, or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from tensorboard.backend.event_processing import event_accumulator
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, TrainingArguments
+
+from tables import table
+from trainkit.errors import ConfigError
+from trainkit.testing import character_tokenizer
+from trainkit_trl import (
+    CPOConfig,
+    CPOTrainer,
+    DPOTrainer,
+    KTOTrainer,
+    ORPOConfig,
+    ORPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTTrainer,
+    set_seed,
+)
+
+TEXTS = Dataset.from_dict({"text": ["abcd", "efgh"] * 4})
+PAIRS = Dataset.from_dict({"prompt": ["a", "b"] * 4, "chosen": ["cd", "efg"] * 4, "rejected": ["ef", "c"] * 4})
+TOKENS = Dataset.from_list(
+    [{"input_ids_chosen": [1, 2, 3], "attention_mask_chosen": [1] * 3, "input_ids_rejected": [1, 4],
+      "attention_mask_rejected": [1] * 2}] * 8
+)  # fmt: skip
+CONFIGS = {RewardTrainer: RewardConfig, ORPOTrainer: ORPOConfig, CPOTrainer: CPOConfig}
+EVERY = (SFTTrainer, DPOTrainer, RewardTrainer, ORPOTrainer, CPOTrainer, KTOTrainer)
+
+
+def made(cls: Any, tmp_path: Path, changes: dict[str, Any] | None = None, **given: Any) -> Any:
+    """Return a trainer of a class with a small model and its data."""
+    set_seed(0)
+    tokenizer = character_tokenizer("abcdefgh")
+    config = GPT2Config(
+        n_layer=1, n_embd=32, n_head=2, vocab_size=len(tokenizer), n_positions=32, num_labels=1,
+        pad_token_id=tokenizer.pad_token_id, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    base = next(each for each in EVERY if issubclass(cls, each))
+    kind: Any = AutoModelForSequenceClassification if base is RewardTrainer else AutoModelForCausalLM
+    usual = {"max_steps": 2, "learning_rate": 1e-2, "per_device_train_batch_size": 4, "save_strategy": "no"}
+    args = CONFIGS.get(base, TrainingArguments)(
+        str(tmp_path / "out"), **{"report_to": "none", **usual, **(changes or {})}
+    )
+    data = {SFTTrainer: TEXTS, RewardTrainer: TOKENS}.get(base, PAIRS)
+    given = {"train_dataset": data, "eval_dataset": data, **given}
+    if base is SFTTrainer:
+        given.setdefault("dataset_text_field", "text")
+    return cls(model=kind.from_config(config), args=args, tokenizer=tokenizer, **given)
+
+
+def tripled(base: Any) -> Any:
+    class Tripled(base):  # type: ignore[misc]
+        steps = 0
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False) -> Any:
+            type(self).steps += torch.is_grad_enabled()
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+            return (3 * loss, outputs) if return_outputs else 3 * loss
+
+    return Tripled
+
+
+@table("base", [SFTTrainer, RewardTrainer, DPOTrainer, ORPOTrainer, CPOTrainer])
+def test_compute_loss_of_a_subclass_is_trained_on(base: Any, tmp_path: Path) -> None:
+    """Three times the loss has three times the gradient, and is otherwise that of trainkit."""
+    found, cls = [], tripled(base)
+    for each in (base, cls):
+        trainer = made(each, tmp_path, {"eval_strategy": "steps", "eval_steps": 2})
+        for module in trainer.model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        trainer.train()
+        found.append({name: value for line in reversed(trainer.state.log_history) for name, value in line.items()})
+    plain, other = found
+    for name in ("loss", "grad_norm"):
+        assert other[name] == pytest.approx(3 * plain[name], rel=1e-4)
+    assert cls.steps == 2
+    of_base = {name for name in plain if name.removeprefix("eval_").startswith(("rewards/", "logps/", "eval_loss"))}
+    assert of_base <= other.keys()
+    rescaled = 3 if base in (SFTTrainer, RewardTrainer) else 1  # TRL's prediction_step of pairs calls no compute_loss
+    assert other["eval_loss"] == pytest.approx(rescaled * plain["eval_loss"], rel=1e-4)
+
+
+LOSSES: list[tuple[Any, str]] = [
+    *((base, name) for base in (DPOTrainer, ORPOTrainer, CPOTrainer)
+      for name in ("get_batch_loss_metrics", "get_batch_metrics", "concatenated_forward", "concatenated_inputs",
+                   "get_batch_logps", "store_metrics", "prediction_step")),
+    (DPOTrainer, "dpo_loss"),
+    (ORPOTrainer, "odds_ratio_loss"),
+    (CPOTrainer, "cpo_loss"),
+    (RewardTrainer, "prediction_step"),
+    (SFTTrainer, "prediction_step"),
+]  # fmt: skip
+
+
+@table("base, name", LOSSES)
+def test_methods_of_the_loss_are_called_with_what_trl_gives_them(base: Any, name: str, tmp_path: Path) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    def spy(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return getattr(super(cls, self), name)(*args, **kwargs)
+
+    cls = type("Own", (base,), {name: spy, "__module__": __name__})
+    trainer = made(cls, tmp_path, {"eval_strategy": "steps", "eval_steps": 2})
+    trainer.train()
+    assert calls
+    if name == "prediction_step":
+        assert {"eval_loss", "train_loss"} <= {key for line in trainer.state.log_history for key in line}
+    if name in ("prediction_step", "get_batch_loss_metrics", "get_batch_metrics", "concatenated_forward"):
+        model, inputs = calls[0][:2]
+        assert model is trainer.model
+        assert all(isinstance(value, torch.Tensor | bool) for value in inputs.values())
+
+
+def test_the_loss_of_dpo_is_that_of_an_overridden_dpo_loss(tmp_path: Path) -> None:
+    class Own(DPOTrainer):
+        def dpo_loss(self, chosen: Any, rejected: Any, *references: Any, **_: Any) -> Any:
+            assert [each.shape for each in references] == [chosen.shape] * 2
+            return 0 * chosen + 7.0, chosen.detach(), rejected.detach()
+
+    trainer = made(Own, tmp_path)
+    trainer.train()
+    line = trainer.state.log_history[0]
+    assert line["loss"] == 7.0
+    assert line["rewards/chosen"] == pytest.approx(line["logps/chosen"])
+
+
+def test_log_of_a_subclass_gets_and_changes_what_is_logged(tmp_path: Path) -> None:
+    class Own(SFTTrainer):
+        def log(self, logs: Any) -> None:
+            super().log({**logs, "perplexity": 2.0} if "loss" in logs else logs)
+
+    trainer = made(Own, tmp_path)
+    trainer.train()
+    assert [line["perplexity"] for line in trainer.state.log_history if "loss" in line] == [2.0, 2.0]
+    assert trainer.trainer.history["perplexity"] == {1: 2.0, 2: 2.0}
+
+
+def test_trackers_get_what_log_gives_by_the_names_of_transformers(tmp_path: Path) -> None:
+    class Own(DPOTrainer):
+        def log(self, logs: Any) -> None:
+            super().log({name: value for name, value in logs.items() if name != "grad_norm"} | {"own": 1.0})
+
+    changes = {"report_to": "tensorboard", "eval_strategy": "steps", "eval_steps": 2}
+    trainer = made(Own, tmp_path, changes)
+    trainer.train()
+    events = event_accumulator.EventAccumulator(str(next(tmp_path.rglob("events.out*")).parent))
+    events.Reload()
+    found = {*events.Tags()["scalars"]}
+    assert {"train/loss", "train/rewards/accuracies", "train/own", "eval/loss", "eval/rewards/accuracies"} <= found
+    assert "train/grad_norm" not in found
+    assert [each.step for each in events.Scalars("train/loss")] == [1, 2]
+    assert trainer.trainer.config.train.trackers == []
+
+
+def test_optimizer_and_schedule_of_a_subclass_are_stepped(tmp_path: Path) -> None:
+    class Own(DPOTrainer):
+        def create_optimizer(self) -> Any:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            assert num_training_steps == 2
+            return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+    trainer = made(Own, tmp_path)
+    trainer.train()
+    assert isinstance(trainer.optimizer, torch.optim.SGD)
+    assert [line["learning_rate"] for line in trainer.state.log_history if "loss" in line] == [0.5, 0.25]
+
+
+def test_what_a_subclass_changes_of_the_usual_optimizer_counts(tmp_path: Path) -> None:
+    class Own(SFTTrainer):
+        def create_optimizer(self) -> Any:
+            made = super().create_optimizer()
+            made.param_groups[0]["lr"] = 0.25
+            return made
+
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            return super().create_scheduler(num_training_steps, optimizer)
+
+    trainer = made(Own, tmp_path)
+    trainer.train()
+    assert isinstance(trainer.optimizer, torch.optim.AdamW)
+    assert [line["learning_rate"] for line in trainer.state.log_history if "loss" in line] == [0.25, 0.125]
+
+
+def test_evaluate_of_a_subclass_is_that_of_the_run(tmp_path: Path) -> None:
+    class Own(SFTTrainer):
+        def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+            return {**super().evaluate(*args, **kwargs), "eval_own": 5.0}
+
+    changes = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best", "metric_for_best_model": "own"}
+    trainer = made(Own, tmp_path, changes)
+    trainer.train()
+    assert trainer.trainer.progress.best == 5.0
+    assert trainer.evaluate()["eval_own"] == 5.0
+
+
+def test_every_checkpoint_has_a_model_that_save_model_writes(tmp_path: Path) -> None:
+    written = []
+
+    class Own(SFTTrainer):
+        def save_model(self, output_dir: Any = None, _internal_call: bool = False) -> None:
+            written.append((Path(output_dir).name, _internal_call))
+            super().save_model(output_dir, _internal_call)
+
+    trainer = made(Own, tmp_path, {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2})
+    trainer.train()
+    assert written == [("checkpoint-1", True), ("checkpoint-2", True), ("checkpoint-3", True)]
+    assert sorted(each.name for each in (tmp_path / "out").glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out/checkpoint-3")
+    assert torch.equal(loaded.lm_head.weight, trainer.model.lm_head.weight)
+    resumed = made(SFTTrainer, tmp_path, {"max_steps": 3, "save_strategy": "steps", "save_steps": 1})
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-2"))
+    assert torch.equal(loaded.lm_head.weight, resumed.model.lm_head.weight)
+
+
+REFUSED = [
+    "training_step", "evaluation_loop", "prediction_loop", "_save_checkpoint", "_save", "get_train_dataloader",
+    "get_eval_dataloader", "get_test_dataloader", "data_collator", "create_optimizer_and_scheduler", "_prepare_inputs",
+    "_inner_training_loop", "_maybe_log_save_evaluate", "_get_train_sampler", "num_examples", "floating_point_ops",
+    "hyperparameter_search", "call_model_init",
+]  # fmt: skip
+
+
+@table(
+    "base, name",
+    [
+        *((base, name) for base in EVERY for name in REFUSED),
+        *((base, "tokenize_row") for base in (DPOTrainer, ORPOTrainer, CPOTrainer, KTOTrainer)),
+        *((DPOTrainer, name) for name in ("compute_reference_log_probs", "get_batch_samples", "null_ref_context")),
+        *((KTOTrainer, name) for name in ("compute_loss", "kto_loss", "forward", "compute_reference_log_probs")),
+    ],
+)
+def test_methods_that_are_not_called_are_refused_with_the_class(base: Any, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"Own overrides {name}, which trainkit does not call; \w+"):
+        type("Own", (base,), {name: lambda self: None, "__module__": __name__})
+
+
+@table("name", ["train", "predict", "push_to_hub", "save_metrics", "log_metrics", "helper"])
+def test_methods_that_scripts_call_may_be_overridden(name: str) -> None:
+    type("Own", (RewardTrainer,), {name: lambda self: None, "__module__": __name__})
+
+
+@table(
+    "given, words",
+    [({"packing": True}, "compute_loss, and method.packing"), ({"neftune_noise_alpha": 5.0}, "method.neftune_alpha")],
+)
+def test_what_a_loss_of_ones_own_would_lose_is_refused(given: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        made(tripled(SFTTrainer), tmp_path, **given)
+
+
+def test_a_loss_of_ones_own_needs_a_single_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="overrides compute_loss, which is called in a single process alone"):
+        made(tripled(DPOTrainer), tmp_path)
+
+
+def test_several_sets_of_held_out_samples_are_measured_by_their_names(tmp_path: Path) -> None:
+    sets = {"one": PAIRS.select(range(2)), "two": PAIRS.select(range(1, 4))}
+    changes = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "two_loss", "save_strategy": "best"}
+    trainer = made(DPOTrainer, tmp_path, changes, eval_dataset=sets)
+    trainer.train()
+    found = trainer.evaluate()
+    assert trainer.trainer.progress.best == pytest.approx(-found["eval_two_loss"])
+    for name, dataset in sets.items():
+        alone = trainer.evaluate(dataset, metric_key_prefix="own")
+        assert alone["own_loss"] == pytest.approx(found[f"eval_{name}_loss"])
+        assert f"eval_{name}_rewards/accuracies" in found
+    assert trainer.evaluate(sets)["eval_one_loss"] == pytest.approx(found["eval_one_loss"])

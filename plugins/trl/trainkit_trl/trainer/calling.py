@@ -1,0 +1,202 @@
+"""What of a trainer of TRL a script overrides: which methods trainkit calls, and with what."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from trainkit.data import Sequences
+from trainkit.errors import ConfigError
+from trainkit.metrics import Mean, Metrics
+from trainkit.plugins import get_trainer
+from trainkit_trl.overriding import Overridable
+
+BY_LOSS = "override compute_loss, which every micro-batch calls"
+BY_EVALUATION = "override prediction_step for a batch, or evaluate for a whole evaluation"
+BY_SAVING = "override save_model, which every checkpoint calls"
+BY_ROWS = "trainkit makes the batches; give the rows as they should be as train_dataset and eval_dataset"
+BY_OPTIMIZER = "override create_optimizer and create_scheduler"
+OTHERWISE = "it calls compute_loss, prediction_step, evaluate, log, create_optimizer, create_scheduler and save_model"
+CALLED = (
+    "compute_loss", "prediction_step", "evaluate", "log", "create_optimizer", "create_scheduler", "save_model",
+)  # fmt: skip
+"""Methods of transformers' Trainer that trainkit calls if they are overridden."""
+BY_SCRIPTS = (
+    "train", "predict", "push_to_hub", "create_model_card", "save_state", "save_metrics", "log_metrics",
+    "metrics_format", "is_local_process_zero", "is_world_process_zero",
+)  # fmt: skip
+"""Methods that scripts call themselves."""
+NOT_CALLED: Mapping[str, str] = {
+    **dict.fromkeys(("training_step", "_inner_training_loop", "autocast_smart_context_manager"), BY_LOSS),
+    **dict.fromkeys(("compute_loss_context_manager", "_wrap_model"), BY_LOSS),
+    **dict.fromkeys(("evaluation_loop", "prediction_loop", "_evaluate"), BY_EVALUATION),
+    **dict.fromkeys(("_save_checkpoint", "_save", "_rotate_checkpoints"), BY_SAVING),
+    **dict.fromkeys(("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader", "data_collator"), BY_ROWS),
+    **dict.fromkeys(("_get_train_sampler", "_get_eval_sampler", "_prepare_inputs", "_prepare_dataset"), BY_ROWS),
+    **dict.fromkeys(("_prepare_non_packed_dataloader", "_prepare_packed_dataloader"), BY_ROWS),
+    **dict.fromkeys(("create_optimizer_and_scheduler", "get_decay_parameter_names"), BY_OPTIMIZER),
+    "_maybe_log_save_evaluate": "override log, evaluate and save_model",
+}
+OF_PAIRS: Mapping[str, str] = {
+    **dict.fromkeys(("tokenize_row", "build_tokenized_answer", "tokenize_batch_element"), BY_ROWS),
+    "get_batch_samples": "call trainer.trainer.generate(prompts)",
+    "generate_from_model": "call trainer.trainer.generate(prompts)",
+}
+"""The same of trainers on pairs."""
+
+
+class Calling(Overridable):
+    """A trainer of transformers, whose methods that a script overrides are called, or refused."""
+
+    not_called: ClassVar[Mapping[str, str]] = NOT_CALLED
+    of_loss: ClassVar[tuple[str, ...]] = ("compute_loss", "prediction_step")
+    """Methods that make the loss; if one is overridden, it is that of `compute_loss`."""
+    names: ClassVar[Mapping[str, str]] = {}
+    """TRL's names for metrics of trainkit."""
+    method: ClassVar[str]
+    trainer: Any
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.__module__.partition(".")[0] == __name__.partition(".")[0]:
+            return
+        from transformers import Trainer  # it takes a second to import
+
+        known = {*CALLED, *BY_SCRIPTS, *cls.of_loss}
+        for name in {*vars(cls)} - known:
+            if callable(getattr(Trainer, name, None)) and not hasattr(object, name):
+                raise ConfigError(f"{cls.__name__} overrides {name}, which trainkit does not call; {OTHERWISE}")
+
+    # ------------------------------------------------------------------------------------------------------- the loss
+
+    def inputs_of(self, batch: Any) -> dict[str, Tensor]:
+        """Return experience of trainkit as TRL's inputs of `compute_loss`."""
+        raise NotImplementedError
+
+    def store_metrics(self, metrics: Mapping[str, Any], train_eval: str = "train") -> None:
+        """Keep metrics of the present micro-batch, which are logged as means over its rows."""
+        self._stored = {**getattr(self, "_stored", {}), **metrics}
+
+    def own_loss(self, batch: Any) -> tuple[Tensor, Metrics]:
+        """Return the loss of trainkit, whatever is overridden."""
+        found: tuple[Tensor, Metrics] = get_trainer(self.method).loss(self.trainer, batch)
+        return found
+
+    def called_loss(self, batch: Any) -> tuple[Tensor, Metrics]:
+        """Return the loss of `compute_loss`, in evaluations that of `prediction_step`, with what they store."""
+        model, inputs, self._stored = self.trainer.models.unwrapped.model, self.inputs_of(batch), {}
+        if torch.is_grad_enabled():
+            loss = self.compute_loss(model, inputs)
+        else:
+            loss = self.prediction_step(model, inputs, prediction_loss_only=False)[0]
+        found = {name.removeprefix("eval_"): float(value) for name, value in self._stored.items()}
+        ours = {theirs: name for name, theirs in self.names.items()}
+        rows = loss.new_ones(len(batch)).detach()
+        return loss, {ours.get(name, name): Mean.of(value * rows) for name, value in found.items()}
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False) -> Any:
+        """Return the loss of a micro-batch []."""
+        raise NotImplementedError
+
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor, Any, Any]:
+        """Return the loss of a micro-batch of held-out samples [], and None in the place of logits and labels."""
+        with torch.no_grad():
+            return self.compute_loss(model, inputs), None, None
+
+    def check_called(self, config: Any, model: Any) -> None:
+        """Refuse settings with which an overridden loss would not be the one that is trained on.
+
+        Raises:
+            ConfigError: there are several processes, or what trainkit's own loss adds is asked for.
+        """
+        if not (overridden := [name for name in self.of_loss if self.overrides(name)]):
+            return
+        who = f"{type(self).__name__} overrides {', '.join(overridden)}"
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise ConfigError(
+                f"{who}, which is called in a single process alone; start one process, or override loss of a trainer "
+                "of trainkit"
+            )
+        for name in ("packing", "neftune_alpha"):
+            if getattr(config.method, name, False):
+                raise ConfigError(f"{who}, and method.{name} is a part of the loss that it replaces; leave it out")
+
+    def changes(self) -> dict[str, Any]:
+        """Return the methods of trainkit's trainer that what is overridden takes the place of."""
+        changed: dict[str, Any] = {}
+        if self.overrides(*self.of_loss):
+            changed["loss"] = lambda _, batch: self.called_loss(batch)
+            changed["prepare_step"] = lambda _, batch: batch
+        if self.overrides("evaluate"):
+            changed["evaluate"] = lambda _: self.called_evaluation()
+        return changed
+
+    def called_evaluation(self) -> dict[str, float]:
+        """Return the metrics of an overridden `evaluate` by the names of trainkit."""
+        raise NotImplementedError
+
+    def trainer_class(self) -> Any:
+        """Return the trainer class of trainkit, with these methods."""
+        base: Any = get_trainer(self.method)
+        changed = self.changes()
+        return type(base.__name__, (base,), changed) if changed else base
+
+    # ---------------------------------------------------------------------------------------- optimizer and schedule
+
+    def create_optimizer(self) -> torch.optim.Optimizer:
+        """Return a new optimizer of ``args``, for subclasses that change it or return another."""
+        from transformers import Trainer
+
+        kind, settings = Trainer.get_optimizer_cls_and_kwargs(self.args, self.model)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        made: torch.optim.Optimizer = kind([{"params": trained, "weight_decay": self.args.weight_decay}], **settings)
+        self.optimizer = made
+        return made
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """Return a new schedule of ``args``, for subclasses that return another."""
+        from transformers import get_scheduler
+
+        self.lr_scheduler = get_scheduler(
+            self.args.lr_scheduler_type,
+            optimizer=optimizer or self.optimizer,
+            num_warmup_steps=self.args.get_warmup_steps(num_training_steps),
+            num_training_steps=num_training_steps,
+            scheduler_specific_kwargs=dict(self.args.lr_scheduler_kwargs or {}),
+        )
+        return self.lr_scheduler
+
+    def makers(self) -> dict[str, Any]:
+        """Return functions that make optimizer and schedule by the methods that are overridden."""
+        found: dict[str, Any] = {}
+        if self.overrides("create_optimizer"):
+            found["optimizer"] = lambda _: self._made("optimizer", self.create_optimizer())
+        if self.overrides("create_scheduler"):
+            found["scheduler"] = lambda optimizer: self._made(
+                "lr_scheduler", self.create_scheduler(self.trainer.total_steps, optimizer)
+            )
+        return found
+
+    def _made(self, name: str, returned: Any) -> Any:
+        """Return what a method returned; if it returned nothing, what it set as an attribute."""
+        return self._own.get(name) if returned is None else returned
+
+
+def named_sequences(sequences: Sequences, *, apart: bool = False, ignored: int = -100) -> dict[str, Tensor]:
+    """Return ids, attention mask and labels [B, T] of sequences; of an encoder-decoder, ``apart``, labels [B, R]."""
+    ids, real, chosen = sequences.input_ids, sequences.attention_mask, sequences.response_mask
+    if not apart:
+        labels = ids.masked_fill(~chosen, ignored)
+        return {"input_ids": ids, "attention_mask": real.long(), "labels": labels}
+    prompts, outputs = ([row[mask] for row, mask in zip(ids, masks, strict=True)] for masks in (real & ~chosen, chosen))
+    ones = [torch.ones_like(row) for row in prompts]
+    padded = [pad_sequence(each, batch_first=True) for each in (prompts, ones)]
+    labels = pad_sequence(outputs, batch_first=True, padding_value=ignored)
+    return {"input_ids": padded[0], "attention_mask": padded[1], "labels": labels}
