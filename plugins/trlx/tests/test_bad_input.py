@@ -417,8 +417,6 @@ def test_arguments_of_generate_without_effect_are_told_once(
     assert caplog.text.count("generate(): pad_token_id: has no effect") == 1
     with pytest.raises(ConfigError, match="num_beams: trainkit samples"):
         trainer.generate(**asked, num_beams=2)
-    trainer.make_experience(4, 0)
-    assert "make_experience() has no effect: learn() samples by itself" in caplog.text
 
 
 @pytest.mark.parametrize("metric", ["reward", "length"])

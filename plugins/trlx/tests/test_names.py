@@ -113,10 +113,10 @@ def test_the_defaults_of_trlx_are_configurations_of_trainkit(default: Any) -> No
 def test_settings_without_counterpart_are_refused_and_those_without_effect_are_told_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    config = default_ppo_config().evolve(train={"tracker": None, "rollout_logging_dir": "logs"})
+    config = default_ppo_config().evolve(train={"tracker": None, "logging_dir": "logs"})
     config.translated()
     config.translated()
-    assert caplog.text.count("train.rollout_logging_dir: has no effect") == 1
+    assert caplog.text.count("train.logging_dir: has no effect") == 1
     with pytest.raises(ConfigError, match=r"optimizer\.name: write adam"):
         config.evolve(optimizer={"name": "adam_8bit_bnb"}).translated()
     with pytest.raises(NotImplementedError, match=r"train\.sharding"):
@@ -451,16 +451,6 @@ def test_statistics_of_one_process_are_those_of_its_values() -> None:
     assert gather_dict({"a": [1]}) == {"a": [1]}
 
 
-def test_methods_that_are_not_called_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    class Mine(AcceleratePPOTrainer):
-        def post_backward_callback(self) -> None:
-            pass
-
-    assert "Mine.post_backward_callback is not called" in caplog.text
-    assert "trainkit.AccelerateRLTrainer.after_step" in caplog.text
-    assert issubclass(Mine, AcceleratePPOTrainer)
-
-
 def test_the_sharding_of_trainkit_is_an_argument_of_the_trainer(tmp_path: Path) -> None:
     character_tokenizer("abcdefgh").save_pretrained(tmp_path / "letters")
     config = default_ppo_config().evolve(
@@ -470,7 +460,7 @@ def test_the_sharding_of_trainkit_is_an_argument_of_the_trainer(tmp_path: Path) 
         method={"gen_kwargs": {"max_new_tokens": 4}},
     )
     trainer = AcceleratePPOTrainer(config, reward_fn=lambda samples: [0.0] * len(samples), sharding="fsdp2")
-    assert trainer.config.train.sharding == "fsdp2"
+    assert trainer.trainer.config.train.sharding == "fsdp2"
 
 
 VIRTUAL = [{"peft_type": kind, "num_virtual_tokens": 3} for kind in ("PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING")]

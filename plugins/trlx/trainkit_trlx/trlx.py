@@ -76,7 +76,7 @@ def train(
         given = (samples,) if rewards is None else (samples, rewards)
         trainer.make_experience(*given, config.train.seq_length)
     else:
-        prompts = trainer.default_prompts()[:batch] if prompts is None else checked_prompts(prompts)
+        prompts = [_beginning(trainer)] * batch if prompts is None else checked_prompts(prompts)
         eval_prompts = prompts[:batch] if eval_prompts is None else eval_prompts
         trainer.add_prompt_pipeline(_pipeline(config, prompts, trainer))
     if eval_prompts is not None:
@@ -125,7 +125,24 @@ def _further(trainer: Any, given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
+def _beginning(trainer: Any) -> str:
+    """Return the token that responses without a prompt begin after."""
+    token = trainer.tokenizer.bos_token or trainer.tokenizer.eos_token
+    if token is None:
+        raise DataError(
+            "no prompts are given, and the tokenizer has no beginning token to start responses from; give prompts"
+        )
+    return str(token)
+
+
 def _pipeline(config: TRLConfig, prompts: list[Any], trainer: Any) -> Any:
-    longest = config.train.seq_length - trainer.config.rollout.max_new_tokens
+    """Return prompts that leave room for a response within ``train.seq_length``."""
+    found = getattr(config.method, "gen_kwargs", {}).get("max_new_tokens", 0)
+    room = config.train.seq_length - (max(found) if isinstance(found, list) else found)
+    if room < 1:
+        raise ConfigError(
+            f"method.gen_kwargs.max_new_tokens leaves no room for a prompt within {config.train.seq_length} tokens; "
+            "lower it, or raise train.seq_length"
+        )
     special = config.model.model_arch_type == "seq2seq"
-    return get_pipeline(config.train.pipeline)(prompts, longest, trainer.tokenizer, add_special_tokens=special)
+    return get_pipeline(config.train.pipeline)(prompts, room, trainer.tokenizer, add_special_tokens=special)

@@ -92,6 +92,19 @@ def load(module: nn.Module, state: Mapping[str, Tensor], where: str) -> None:
         )
 
 
+def new_model(classes: tuple[Any, Any], config: Any, **kwargs: Any) -> Any:
+    """Return a model as a configuration of trlX describes it.
+
+    Args:
+        classes: of causal models and of encoder-decoders.
+        config: the section ``model``; its path may be a transformers config, for random weights.
+        **kwargs: further arguments of the class.
+    """
+    made = classes[config.model_arch_type == "seq2seq"]
+    make = made.from_pretrained if isinstance(config.model_path, str) else made.from_config
+    return make(config.model_path, peft_config=config.peft_config, **kwargs)
+
+
 def base_from(path: str | Path, state: Mapping[str, Tensor], parent: Any) -> Any:
     """Return what the heads of a checkpoint of trlX belong to: its language model, or the path for transformers.
 
