@@ -323,9 +323,9 @@ def test_what_a_trainer_on_the_base_class_lacks_is_named() -> None:
         def get_arch(self, config: TRLConfig) -> Any:
             return AutoModelForCausalLM.from_config(config.model.model_path)
 
-    with pytest.raises(ConfigError, match="Empty has nothing to train on: fill self.store in make_experience"):
+    with pytest.raises(ConfigError, match=r"Empty has nothing to train on: fill self\.store in make_experience"):
         Empty(small(default_sft_config)).learn()
-    with pytest.raises(ConfigError, match="train.minibatch_size is 3, and train.batch_size 4"):
+    with pytest.raises(ConfigError, match=r"train\.minibatch_size is 3, and train\.batch_size 4"):
         Empty(small(default_sft_config, train={"minibatch_size": 3}))
 
 

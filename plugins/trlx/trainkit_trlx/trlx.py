@@ -115,9 +115,10 @@ def _further(trainer: Any, given: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: it does not take one of them.
     """
-    taken = [each for cls in trainer.__mro__ for each in inspect.signature(cls.__init__).parameters.values()]
+    classes = (*trainer.__mro__, *getattr(trainer, "engine", object).__mro__)
+    taken = [each for cls in classes for each in inspect.signature(cls.__init__).parameters.values()]
     known = dict.fromkeys(each.name for each in taken if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL))
-    allowed = [name for name in known if name not in ("self", "config")]
+    allowed = [name for name in known if name not in ("self", "config", "outer")]
     for name in given:
         if name not in allowed:
             said = suggest(name, allowed)

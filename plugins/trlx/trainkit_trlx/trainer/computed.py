@@ -6,7 +6,8 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -17,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from trainkit.config import sweep
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, DataError
 from trainkit.runs import free_directory
 from trainkit_migrate import translate_sampling
 from trainkit_trlx.data.configs import TRLConfig, own_class, say_once
@@ -359,17 +360,32 @@ class Computed(AccelerateRLTrainer):
         if attention_mask is not None:
             attention_mask = attention_mask.repeat_interleave(copies, dim=0)
         chosen, text = {**settings, **found.config}, self.trainer.text
-        if text.limit is not None and not text.is_encoder_decoder:
-            real = input_ids.shape[1] if attention_mask is None else int(attention_mask.sum(1).max())
-            longest = self.trainer.settings(**chosen).max_new_tokens
-            chosen["max_new_tokens"] = min(longest, max(text.limit - real, 1))
-        rollouts = self.trainer.generate(input_ids=input_ids, attention_mask=attention_mask, **chosen)
+        with self._whole_prompts():
+            if text.limit is not None and not text.is_encoder_decoder:
+                real = input_ids.shape[1] if attention_mask is None else int(attention_mask.sum(1).max())
+                room = text.limit - real
+                if room < 1:
+                    raise DataError(
+                        f"a prompt has {real} tokens, and at most {text.limit - 1} leave room for a response"
+                    )
+                chosen["max_new_tokens"] = min(self.trainer.settings(**chosen).max_new_tokens, room)
+            rollouts = self.trainer.generate(input_ids=input_ids, attention_mask=attention_mask, **chosen)
         pad = self.tokenizer.pad_token_id
         if text.is_encoder_decoder:
             start = self.trainer.model_config.decoder_start_token_id
             rows = [torch.cat([ids.new_tensor([start]), ids]) for ids in rollouts.responses]
             return pad_sequence(rows, batch_first=True, padding_value=pad)
         return rollouts.sequences.input_ids.masked_fill(~rollouts.sequences.attention_mask, pad)
+
+    @contextmanager
+    def _whole_prompts(self) -> Iterator[None]:
+        """Leave prompts within the block as they are, also if they leave less room than ``max_new_tokens``."""
+        encode, limit = self.trainer.text.encode, self.trainer.text.limit
+        budget, encode.budget = encode.budget, limit
+        try:
+            yield
+        finally:
+            encode.budget = budget
 
     def generation(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return arguments of `generate` as trlX keeps them."""
