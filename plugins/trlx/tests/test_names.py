@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +49,7 @@ from trainkit_trlx.pipeline.offline_pipeline import (
 from trainkit_trlx.pipeline.ppo_pipeline import PPORolloutStorage, ppo_collate_fn
 from trainkit_trlx.trainer.accelerate_ilql_trainer import make_experience
 from trainkit_trlx.trainer.accelerate_ppo_trainer import AcceleratePPOTrainer
+from trainkit_trlx.utils import logging as trlx_logging
 from trainkit_trlx.utils import significant
 from trainkit_trlx.utils.loading import get_pipeline, get_trainer
 from trainkit_trlx.utils.modeling import (
@@ -443,6 +448,85 @@ def test_layers_are_frozen_from_below() -> None:
     freeze_bottom_seq2seq_layers(t5, 1)
     assert [block.layer[0].layer_norm.weight.requires_grad for block in t5.decoder.block] == [False, True]
     assert not t5.shared.weight.requires_grad
+
+
+def test_logging_helpers_are_those_of_trlx(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRLX_NO_ADVISORY_WARNINGS", raising=False)
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    logger = trlx_logging.get_logger("mine")
+    trlx_logging.add_handler(handler)
+    trlx_logging.disable_propagation()
+    try:
+        trlx_logging.enable_explicit_format()
+        logger.warning_advice("first")
+        trlx_logging.reset_format()
+        monkeypatch.setenv("TRLX_NO_ADVISORY_WARNINGS", "1")
+        logger.warning_advice("not shown")
+        logger.warning("second", ranks=[])
+        logger.warning("elsewhere", ranks=["1"])
+    finally:
+        trlx_logging.enable_propagation()
+        trlx_logging.remove_handler(handler)
+    first, second = stream.getvalue().splitlines()
+    assert re.fullmatch(r"\[.*\] \[WARNING\] \[.*:\d+:\w+\] \[RANK 0\] first", first)
+    assert second == "[RANK 0] second"
+    with pytest.raises(ValueError, match="is no handler of this package"):
+        trlx_logging.remove_handler(handler)
+    assert trlx_logging.get_log_levels_dict()["warning"] == trlx_logging.WARNING
+
+
+def test_progress_bars_are_shown_until_they_are_disabled(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(trlx_logging.tqdm(range(3), desc="shown")) == [0, 1, 2]
+    trlx_logging.disable_progress_bar()
+    try:
+        assert list(trlx_logging.tqdm(range(3), desc="hidden")) == [0, 1, 2]
+        assert not trlx_logging.is_progress_bar_enabled()
+    finally:
+        trlx_logging.enable_progress_bar()
+    told = capsys.readouterr().err
+    assert "shown" in told
+    assert "hidden" not in told
+
+
+def test_metrics_are_logged_by_the_names_of_trlx(tmp_path: Path) -> None:
+    """The tracker and the functions of learn get them; the directory of the run has the names of trainkit."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # tensorboard's own imports
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    character_tokenizer("abcdefgh").save_pretrained(tmp_path / "letters")
+    config = default_ppo_config().evolve(
+        train={"tracker": "tensorboard", "seq_length": 16, "total_steps": 2, "checkpoint_dir": str(tmp_path / "run")},
+        model={"model_path": GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=10), "num_layers_unfrozen": -1},
+        tokenizer={"tokenizer_path": str(tmp_path / "letters")},
+        method={"gen_kwargs": {"max_new_tokens": 4}, "num_rollouts": 8, "chunk_size": 8},
+    )
+    trainer = AcceleratePPOTrainer(
+        config.evolve(train={"batch_size": 8}), reward_fn=lambda samples: [1.0] * len(samples)
+    )
+    trainer.add_prompt_pipeline(["b", "c"] * 4)
+    trainer.add_eval_pipeline(["b"])
+    logged: list[dict[str, float]] = []
+    evaluated: list[dict[str, float]] = []
+    trainer.learn(log_fn=logged.append, eval_fn=evaluated.append)
+    ours = {
+        *("losses/total_loss", "losses/policy_loss", "losses/value_loss", "policy/sqrt_kl", "policy/kl_per_token"),
+        *("policy/approx_kl", "policy/clipfrac", "ratio", "kl_ctl_value", "values/mean", "values/values_error"),
+        *("old_values/mean", "returns/mean", "rollout_scores/mean", "rollout_scores/std", "learning_rate_group_0"),
+        *("rollout_scores/running_mean", "rollout_scores/running_std", "time/rollout_time", "time/rollout_score"),
+    }
+    step = next(metrics for metrics in logged if "losses/total_loss" in metrics)
+    assert ours - step.keys() == set()
+    assert step["rollout_scores/running_mean"] == step["rollout_scores/mean"] == 1.0
+    assert {"reward/mean", "time/generate"} <= evaluated[0].keys()
+    assert {"loss/total", "reward/mean", "eval/reward"} <= trainer.history.keys()
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert {*ours, "reward/mean"} - {*events.Tags()["scalars"]} == set()
+    assert [event.value for event in events.Scalars("reward/mean")] == [1.0] * len(evaluated)
+    with pytest.raises(ConfigError, match="log_names should be 'trlx' or 'trainkit'; given 'trl'"):
+        AcceleratePPOTrainer(config, reward_fn=lambda samples: [], log_names="trl")
+    usual = AcceleratePPOTrainer(config, reward_fn=lambda samples: [], log_names="trainkit")
+    assert usual.named({"loss/total": 1.0}) == {"loss/total": 1.0}
 
 
 def test_statistics_of_one_process_are_those_of_its_values() -> None:
