@@ -247,7 +247,6 @@ OVERRIDES = {
     "setup_model": "override get_arch",
     "setup_optimizer": r"give optimizer=",
     "setup_scheduler": r"give scheduler=",
-    "setup_rollout_logging": "train.rollout_logging_dir",
     "decode": "reward_fn and metric_fn",
     "generate": "gen_kwargs",
     "generate_eval": "gen_kwargs",

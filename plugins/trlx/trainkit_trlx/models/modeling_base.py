@@ -13,12 +13,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
+from peft import PeftConfig
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils.generic import ModelOutput
 
 from trainkit import models
 from trainkit.errors import ConfigError
-from trainkit.models import ValueBranch, ValueHead, create_reference_model, has_adapter, state_width
+from trainkit.models import (
+    ValueBranch,
+    ValueHead,
+    create_reference_model,
+    has_adapter,
+    make_peft_config,
+    state_width,
+    with_adapter,
+)
 from trainkit_trlx.utils.modeling import (
     hf_get_decoder_blocks,
     hf_get_decoder_final_norm,
@@ -90,6 +99,14 @@ def load(module: nn.Module, state: Mapping[str, Tensor], where: str) -> None:
             f"{where} does not fit {type(module).__name__}, of which it {lacking}; give the directory that trlX wrote, "
             "with its config.json"
         )
+
+
+def adapted(base_model: Any, peft_config: Any) -> Any:
+    """Return a language model with an adapter, an object of peft or its fields; unchanged without one."""
+    if peft_config is None:
+        return base_model
+    given = peft_config if isinstance(peft_config, PeftConfig) else make_peft_config(peft_config)
+    return with_adapter(base_model, given)
 
 
 def new_model(classes: tuple[Any, Any], config: Any, **kwargs: Any) -> Any:
@@ -207,7 +224,10 @@ class OfTrlx:
         _put: Any
         v_head: Any
 
-    def __init__(self, base_model: Any = None, *, num_value_layers_unfrozen: int = 0, **kwargs: Any) -> None:
+    def __init__(
+        self, base_model: Any = None, peft_config: Any = None, num_value_layers_unfrozen: int = 0, **kwargs: Any
+    ) -> None:
+        base_model = adapted(base_model, peft_config)
         super().__init__(base_model, summary_dropout_prob=0.0, **kwargs)  # type: ignore[call-arg]
         self._put(ValueHead(state_width(base_model.config)))
         if num_value_layers_unfrozen:
@@ -332,7 +352,7 @@ class Hydra(PreTrainedModelWrapper):
 
     def __init__(self, base_model: Any, *, num_layers_unfrozen: int = -1, **kwargs: Any) -> None:
         super().__init__(base_model, **kwargs)
-        self.num_layers_unfrozen = num_layers_unfrozen
+        self.num_layers_unfrozen, base_model = num_layers_unfrozen, self.pretrained_model
         self._frozen: list[Any] = []  # a list, so that it is no submodule
         reads_virtual_tokens = getattr(getattr(base_model, "active_peft_config", None), "is_prompt_learning", False)
         if not has_adapter(base_model) or reads_virtual_tokens:  # which change the outputs from the beginning

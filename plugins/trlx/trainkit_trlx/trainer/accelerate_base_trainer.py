@@ -58,12 +58,12 @@ class AccelerateRLTrainer(BaseRLTrainer):
     def __init__(self, config: TRLConfig, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
         train, method = config.train, config.method
-        self.max_length, self.mb_size = train.seq_length, train.minibatch_size or train.batch_size
+        self.set_sizes()
         if train.batch_size % self.mb_size:
             raise ConfigError(
                 f"train.minibatch_size is {self.mb_size}, and train.batch_size {train.batch_size}; give a divisor of it"
             )
-        self.num_mb, self.iter_count, self.nth_evaluation, self.total_steps = train.batch_size // self.mb_size, 0, 0, 0
+        self.iter_count = self.nth_evaluation = self.total_steps = 0
         self.accelerator = Accelerator(log_with=train.tracker, project_dir=train.logging_dir or train.checkpoint_dir)
         path, more = config.tokenizer.tokenizer_path, config.tokenizer.tokenizer_extra_configs
         self.tokenizer = prepared_tokenizer(AutoTokenizer.from_pretrained(path, **more), config.tokenizer)
@@ -120,6 +120,12 @@ class AccelerateRLTrainer(BaseRLTrainer):
         """Do nothing; called after all passes of an epoch."""
 
     # -------------------------------------------------------------------------------------------------- construction
+
+    def set_sizes(self) -> None:
+        """Set the attributes that trlX has of the configuration."""
+        train = self.config.train
+        self.max_length, self.mb_size = train.seq_length, train.minibatch_size or train.batch_size
+        self.num_mb = train.batch_size // self.mb_size
 
     def setup_model(self) -> Any:
         """Return the model of `get_arch`, with the lower layers frozen that the configuration names."""

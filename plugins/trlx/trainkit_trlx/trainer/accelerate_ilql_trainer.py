@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -140,6 +141,7 @@ class AccelerateILQLTrainer(Offline):
     """Trainer of ILQL."""
 
     engine, algorithm = ILQL, "ilql"
+    fields = tuple(each.name for each in fields(ILQLBatch))
 
     @property
     def ilql(self) -> Any:

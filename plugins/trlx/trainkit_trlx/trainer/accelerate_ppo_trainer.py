@@ -11,7 +11,7 @@ import torch
 
 from trainkit import Sequences, get_trainer
 from trainkit import functional as F
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, DataError, describe
 from trainkit.metrics import Mean
 from trainkit_trlx.data.configs import TRLConfig
 from trainkit_trlx.data.ppo_types import PPORLBatch, PPORLElement
@@ -175,6 +175,7 @@ class AcceleratePPOTrainer(Computed):
     """Trainer of PPO. ``store`` gets the rollouts of `make_experience`, if that is called or overridden."""
 
     engine, algorithm = PPO, "ppo"
+    fields = tuple(each.name for each in fields(PPORLBatch))
 
     def __init__(
         self,
@@ -220,6 +221,24 @@ class AcceleratePPOTrainer(Computed):
         if policy.critic is not None:
             made.critic = policy.critic
         return made
+
+    @property
+    def ref_model(self) -> Any:
+        """The language model that the policy is compared with; None if it is the model without its adapter."""
+        self.trainer.models.build()
+        reference = self.trainer.models.reference.policy
+        return None if reference is self.trainer.models.unwrapped else reference.model
+
+    def push_to_store(self, data: Any) -> None:
+        """Add rollouts, `PPORLElement`, to the store; the next collection has them too.
+
+        Raises:
+            DataError: they are something else.
+        """
+        rows = list(data) if isinstance(data, Iterable) else [data]
+        if wrong := [each for each in rows if not isinstance(each, PPORLElement)]:
+            raise DataError(f"push_to_store() takes a list of PPORLElement; given {describe(wrong[0])} in it")
+        super().push_to_store(rows)
 
     @property
     def kl_ctl(self) -> KL:

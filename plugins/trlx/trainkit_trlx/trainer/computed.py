@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from trainkit.config import sweep
-from trainkit.errors import ConfigError, DataError
+from trainkit.errors import ConfigError, DataError, describe, suggest
 from trainkit.runs import free_directory
 from trainkit_migrate import translate_sampling
 from trainkit_trlx.data.configs import TRLConfig, own_class, say_once
@@ -27,8 +27,11 @@ from trainkit_trlx.pipeline.offline_pipeline import PromptPipeline, prompts_of
 from trainkit_trlx.trainer import BaseRLTrainer
 from trainkit_trlx.trainer.accelerate_base_trainer import AccelerateRLTrainer, prepared_tokenizer
 from trainkit_trlx.trainer.engine import Observer
-from trainkit_trlx.trainer.functions import forbidding, prefixed, taking, taking_one
+from trainkit_trlx.trainer.functions import forbidding, known_arguments, prefixed, taking, taking_one
 from trainkit_trlx.trainer.names import as_trlx, renaming_tracker
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 log = logging.getLogger(__name__)
 LOOP = "trainkit's loop computes it; derive from AccelerateRLTrainer to have trlX's loop"
@@ -37,7 +40,6 @@ NOT_CALLED = {
     "setup_model": "override get_arch",
     "setup_optimizer": "give optimizer=, a function of the parameters, in train.trainer_kwargs",
     "setup_scheduler": "give scheduler=, a function of the optimizer, in train.trainer_kwargs",
-    "setup_rollout_logging": "set train.rollout_logging_dir",
     "decode": "change the text in reward_fn and metric_fn",
     "generate": f"change method.gen_kwargs, or register a hook make_sampler of trainkit ({LOOP})",
     "generate_eval": "change method.gen_kwargs",
@@ -74,6 +76,8 @@ class Computed(AccelerateRLTrainer):
     """The class of ``trainer``."""
     algorithm: ClassVar[str]
     """Its method."""
+    fields: ClassVar[tuple[str, ...]] = ("input_ids", "attention_mask")
+    """What a batch has that `loss` takes."""
     refused: ClassVar[Mapping[str, str]] = {}
     """Further methods that cannot be overridden, and what to do."""
 
@@ -90,9 +94,11 @@ class Computed(AccelerateRLTrainer):
         **kwargs: Any,
     ) -> None:
         BaseRLTrainer.__init__(self, config, reward_fn, metric_fn, logit_mask, stop_sequences, train_mode)
+        self.set_sizes()
         if log_names not in ("trlx", "trainkit"):
             raise ConfigError(f"log_names should be 'trlx' or 'trainkit'; given {log_names!r}")
-        self._sharding, self._log_names, self._further = sharding, log_names, kwargs
+        self._sharding, self._log_names = sharding, log_names
+        self._further = known_arguments(type(self), kwargs, type(self).__name__)
         self._observer, self._replayed = Observer(self), dict[str, Callable[[], None]]()
         self.rollout_logging_dir: Path | None = None
         self._generation: dict[str, Any] = {}
@@ -112,7 +118,7 @@ class Computed(AccelerateRLTrainer):
                 found,
             )
         if config.train.rollout_logging_dir is not None:
-            self.rollout_logging_dir = self._new_logging_directory(Path(config.train.rollout_logging_dir))
+            self.setup_rollout_logging(config)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuse methods of a trainer of one's own that would not be called.
@@ -126,9 +132,10 @@ class Computed(AccelerateRLTrainer):
                 raise ConfigError(f"{cls.__name__}.{name} would not be called: {instead}")
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or "trainer" not in vars(self):
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return getattr(self.trainer, name)
+        trainer = vars(self).get("trainer")
+        if name.startswith("_") or not hasattr(trainer, name):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{suggest(name, dir(self))}")
+        return getattr(trainer, name)
 
     def overrides(self, name: str) -> bool:
         """Return whether a trainer of one's own has another method of this name."""
@@ -187,14 +194,13 @@ class Computed(AccelerateRLTrainer):
         """Return what stands between prompt and output in the samples of an encoder-decoder, as in trlX."""
         return (self.tokenizer.sep_token or "<sep>") if self.trainer.model_config.is_encoder_decoder else ""
 
-    def _new_logging_directory(self, parent: Path) -> Path:
-        """Make the directory of this run's rollouts, with its configuration."""
-        directory = parent / f"run-{uuid.uuid4()}"
+    def setup_rollout_logging(self, config: TRLConfig) -> None:
+        """Make the directory of this run's rollouts below ``train.rollout_logging_dir``, with the configuration."""
+        directory = Path(str(config.train.rollout_logging_dir)) / f"run-{uuid.uuid4()}"
         directory.mkdir(parents=True)
-        (directory / "config.json").write_text(
-            json.dumps(self.config.to_dict(), indent=2, default=str), encoding="utf-8"
-        )
-        return directory
+        text = json.dumps(config.to_dict(), indent=2, default=str)
+        (directory / "config.json").write_text(text, encoding="utf-8")
+        self.rollout_logging_dir = directory
 
     def _refresh(self) -> None:
         """Make the trainer of trainkit anew if the configuration has changed since.
@@ -350,7 +356,7 @@ class Computed(AccelerateRLTrainer):
         settings: Mapping[str, Any] = MappingProxyType({}),
     ) -> Any:
         """Generate with arguments of transformers over ``settings`` of trainkit."""
-        copies = kwargs.pop("num_return_sequences", 1)
+        input_ids, copies = _ids(input_ids), kwargs.pop("num_return_sequences", 1)
         found = translate_sampling(kwargs)
         if found.refused:
             raise ConfigError("arguments without counterpart:\n  " + "\n  ".join(map(str, found.refused)))
@@ -358,7 +364,7 @@ class Computed(AccelerateRLTrainer):
             say_once(f"generate(): {remark}")
         input_ids = input_ids.repeat_interleave(copies, dim=0)
         if attention_mask is not None:
-            attention_mask = attention_mask.repeat_interleave(copies, dim=0)
+            attention_mask = _ids(attention_mask).repeat_interleave(copies, dim=0)
         chosen, text = {**settings, **found.config}, self.trainer.text
         with self._whole_prompts():
             if text.limit is not None and not text.is_encoder_decoder:
@@ -407,7 +413,7 @@ class Computed(AccelerateRLTrainer):
             prompt_sizes: how many ids of each sample are its prompt; the width of the prompts without it.
             append_eos_token: whether EOS stands after outputs that ended with it or were cut at a stop sequence.
         """
-        prompts, samples = ([torch.as_tensor(ids) for ids in each] for each in (prompts, samples))
+        prompts, samples = ([_ids(ids, 1) for ids in each] for each in (prompts, samples))
         sizes = [len(ids) for ids in prompts] if prompt_sizes is None else [int(size) for size in prompt_sizes]
         if not self.trainer.model_config.is_encoder_decoder:
             return self.trainer.decode(prompts, samples, sizes, append_eos_token)  # type: ignore[no-any-return]
@@ -422,6 +428,11 @@ class Computed(AccelerateRLTrainer):
         A batch that the loop gives has what belongs to its whole collection, such as whitened advantages; they are
         those of the batch alone if it was changed, or comes from elsewhere.
         """
+        if missing := [name for name in self.fields if not _has(batch, name)]:
+            raise ConfigError(
+                f"loss() takes a batch with {', '.join(self.fields)}, and {', '.join(missing)} is missing; given "
+                f"{describe(batch)}"
+            )
         self.trainer.models.build()
         experience = self.trainer.experience_of(batch).to(self.accelerator.device)
         loss, metrics = self.trainer.measured_loss(experience)
@@ -501,6 +512,28 @@ class Computed(AccelerateRLTrainer):
         """
         refuse_arguments("load", kwargs)
         self.trainer.load(directory or self.trainer.config.train.run_dir)
+
+
+def _has(batch: Any, name: str) -> bool:
+    return name in batch if hasattr(batch, "keys") else hasattr(batch, name)
+
+
+def _ids(given: Any, dimensions: int = 2) -> Tensor:
+    """Return token ids as a tensor of so many dimensions.
+
+    Raises:
+        DataError: they are something else.
+    """
+    try:
+        found = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError):
+        found = torch.empty(0)
+    if found.dim() != dimensions or found.is_floating_point():
+        shape = (
+            "[B, T], as tokenizer(texts, padding=True, return_tensors='pt') returns them" if dimensions > 1 else "[T]"
+        )
+        raise DataError(f"token ids should be integers {shape}; given {describe(given)}")
+    return found
 
 
 def refuse_arguments(method: str, given: Mapping[str, Any]) -> None:

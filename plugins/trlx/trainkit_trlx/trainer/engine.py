@@ -174,7 +174,7 @@ class Observer:
             for part in rollouts
             for query, response in zip(part.queries, part.responses, strict=True)
         ]
-        (directory / f"epoch-{time.time()}.json").write_text(json.dumps(rows), encoding="utf-8")
+        (Path(directory) / f"epoch-{time.time()}.json").write_text(json.dumps(rows), encoding="utf-8")
 
     @hookimpl
     def on_save(self, trainer: Any, step: int, path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trainkit.errors import ConfigError, describe
+from trainkit.errors import ConfigError, describe, suggest
 
 
 def taking(
@@ -95,6 +95,23 @@ def forbidding(logit_mask: Any) -> Any:
             "allowed, give ~logit_mask, else leave at least EOS False there"
         )
     return ~forbidden
+
+
+def known_arguments(trainer: Any, given: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return further arguments of a trainer class.
+
+    Raises:
+        ConfigError: it does not take one of them; ``where`` says where it stands.
+    """
+    classes = (*trainer.__mro__, *getattr(trainer, "engine", object).__mro__)
+    taken = [each for cls in classes for each in inspect.signature(cls.__init__).parameters.values()]
+    known = dict.fromkeys(each.name for each in taken if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL))
+    allowed = [name for name in known if name not in ("self", "config", "outer")]
+    for name in given:
+        if name not in allowed:
+            said = suggest(name, allowed)
+            raise ConfigError(f"{where} has {name!r}{said}; the trainer takes {', '.join(allowed)}")
+    return given
 
 
 def taking_one(function: Any, what: str, argument: str) -> Any:

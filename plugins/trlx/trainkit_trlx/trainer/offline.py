@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from trainkit import Sequences
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, DataError, describe
 from trainkit_trlx.pipeline.offline_pipeline import IGNORED
 from trainkit_trlx.trainer.computed import Computed
 from trainkit_trlx.trainer.engine import Engine
@@ -29,7 +29,16 @@ class Offline(Computed):
     """A trainer that learns from samples. ``store`` holds them as token ids; it is made when it is first read."""
 
     def set_samples(self, samples: Any, rewards: Any, max_length: int | None) -> None:
-        """Set the samples to train on."""
+        """Set the samples to train on.
+
+        Raises:
+            DataError: they are no list, or cannot be used.
+            ConfigError: ``max_length`` is no number of tokens.
+        """
+        if isinstance(samples, str) or not isinstance(samples, Iterable):
+            raise DataError(f"samples should be a list of strings or dialogues; given {describe(samples)}")
+        if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
+            raise ConfigError(f"the longest sample should be a number of tokens; given {describe(max_length)}")
         given = [self._turns(sample, rewards is not None) for sample in samples]
         self._kept: Any = None
         self._make_store = partial(self.new_store, given, rewards, max_length or self.config.train.seq_length)
