@@ -269,6 +269,7 @@ def test_the_layers_of_the_critic_and_the_deviation_of_the_reference_are_taken_o
         train={"checkpoint_dir": str(tmp_path / "run"), "tracker": None, "seq_length": 64},
     )
     trainer = AcceleratePPOTrainer(config, reward_fn=lambda **_: [0.0])
+    trainer.models.build()
     assert trainer.unwrapped.critic is not None
     mask = torch.ones(2, 1, dtype=torch.bool)
     assert trainer.scaled(torch.tensor([[1.0], [7.0]]), mask).tolist() == [[0.5], [3.5]]

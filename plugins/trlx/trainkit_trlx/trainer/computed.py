@@ -17,7 +17,6 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from trainkit.config import sweep
 from trainkit.errors import ConfigError, DataError, describe, suggest
 from trainkit.runs import free_directory
 from trainkit_migrate import translate_sampling
@@ -28,7 +27,7 @@ from trainkit_trlx.trainer import BaseRLTrainer
 from trainkit_trlx.trainer.accelerate_base_trainer import AccelerateRLTrainer, prepared_tokenizer
 from trainkit_trlx.trainer.engine import Observer
 from trainkit_trlx.trainer.functions import forbidding, known_arguments, prefixed, taking, taking_one
-from trainkit_trlx.trainer.names import as_trlx, renaming_tracker
+from trainkit_trlx.trainer.names import as_trlx, renaming_trackers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -175,8 +174,7 @@ class Computed(AccelerateRLTrainer):
         if self._log_names == "trlx":
             entries, translated = translated.train.trackers, translated.evolve(train={"trackers": []})
             if int(os.environ.get("RANK", 0)) == 0:
-                names = [entry if isinstance(entry, str) else entry.name for entry in entries]
-                callbacks += [renaming_tracker(*pair, self.named) for pair in zip(entries, names, strict=True)]
+                callbacks += renaming_trackers(entries, self.named)
         if "tokenizer" in given:
             translated = translated.evolve(tokenizer={"tokenizer_path": None})
         return self.engine(
@@ -308,11 +306,11 @@ class Computed(AccelerateRLTrainer):
         self._set_eval(eval_pipeline)
 
     def _set_eval(self, pipeline: Any) -> None:
-        text, settings = self.trainer.text, sweep(self.trainer.config.rollout.eval_kwargs)
+        text, rollout = self.trainer.text, self.trainer.config.rollout
         room = text.encode.budget
         if room is not None and not text.is_encoder_decoder:
-            longest = max(self.trainer.settings(**overrides).max_new_tokens for _, overrides in settings)
-            room = min(room, text.limit - longest)
+            asked = rollout.eval_kwargs.get("max_new_tokens", rollout.max_new_tokens)
+            room = min(room, text.limit - (max(asked) if isinstance(asked, list) else asked))
         self.trainer.add_eval_pipeline(self._cut(pipeline, room))
 
     def _cut(self, pipeline: Any, room: int | None) -> list[Any]:
@@ -345,7 +343,9 @@ class Computed(AccelerateRLTrainer):
 
     def generate_eval(self, input_ids: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
         """Return what `generate` does, with the arguments of evaluations, ``generate_kwargs``."""
-        (_, evaluated), *_ = sweep(self.trainer.config.rollout.eval_kwargs)
+        settings = self.trainer.config.rollout.eval_kwargs.items()
+        swept = {name: value[0] for name, value in settings if isinstance(value, list) and name[:5] != "stop_"}
+        evaluated = {**dict(settings), **swept}
         return self._generated(input_ids, attention_mask, {**self._changed("generate_kwargs"), **kwargs}, evaluated)
 
     def _generated(

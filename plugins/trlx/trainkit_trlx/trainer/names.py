@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainkit import hookimpl
-from trainkit.runs.trackers import KINDS, AccelerateTracker
+from trainkit.runs import default_trackers
 
 STATISTICS = {
     "reward/mean": "rollout_scores/mean",
@@ -64,22 +64,44 @@ def as_trlx(metrics: Mapping[str, float], method: str) -> dict[str, float]:
     return found
 
 
-def renaming_tracker(entry: Any, name: str, renamed: Callable[[Mapping[str, float]], dict[str, float]]) -> Any:
-    """Return a tracker that logs metrics by other names.
+def renaming_trackers(entries: list[Any], renamed: Callable[[Mapping[str, float]], dict[str, float]]) -> list[Any]:
+    """Return the trackers of ``train.trackers`` as callbacks that log metrics by other names.
 
     Args:
-        entry: its settings, an entry of ``train.trackers``.
-        name: its name.
+        entries: the trackers, by name or by their settings.
         renamed: returns metrics by the names that are logged.
     """
-    kind: Any = KINDS.get(name, AccelerateTracker)
+    usual = len(default_trackers([]))  # the console and the files of the run, which every run has
+    return [RenamingTracker(each, renamed) for each in default_trackers(entries)[usual:]]
 
-    class Renaming(kind):  # type: ignore[misc]
-        """Logs by other names."""
 
-        @hookimpl
-        def log_metrics(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
-            """Log metrics at their step."""
-            super().log_metrics(trainer, step, renamed(metrics))
+class RenamingTracker:
+    """A tracker that gets metrics by other names.
 
-    return Renaming(entry)
+    Args:
+        tracker: a tracker of trainkit.
+        renamed: returns metrics by the names that are logged.
+    """
+
+    def __init__(self, tracker: Any, renamed: Callable[[Mapping[str, float]], dict[str, float]]) -> None:
+        self.tracker, self.renamed = tracker, renamed
+
+    @hookimpl
+    def on_train_begin(self, trainer: Any) -> None:
+        """Open the tracker."""
+        self.tracker.on_train_begin(trainer)
+
+    @hookimpl
+    def log_metrics(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
+        """Log metrics at their step."""
+        self.tracker.log_metrics(trainer, step, self.renamed(metrics))
+
+    @hookimpl
+    def on_evaluate(self, trainer: Any, step: int, samples: list[dict[str, Any]]) -> None:
+        """Log the samples of an evaluation."""
+        self.tracker.on_evaluate(trainer, step, samples)
+
+    @hookimpl
+    def on_train_end(self, trainer: Any) -> None:
+        """Close the tracker."""
+        self.tracker.on_train_end(trainer)
