@@ -50,6 +50,11 @@ __all__ = [
 
 BASE, HEAD, HEADS = "base_model.", "v_head.", "ilql_heads."
 """What the names of weights begin with in a checkpoint of trlX: of the language model, a value head, heads of ILQL."""
+PLACES = {
+    False: ("input_ids", "attention_mask", "past_key_values", "position_ids"),
+    True: ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask"),
+}
+"""The first arguments of a forward pass in trlX; True: of encoder-decoders."""
 READ = ("input_ids", "attention_mask", "position_ids")
 """The arguments of a forward pass that decide the states of a token."""
 LAYERS = {
@@ -304,21 +309,50 @@ class OfTrlx:
         known = arguments(self.base_model).parameters
         return {name: value for name, value in kwargs.items() if name in known}
 
-    def forward(self, *args: Any, return_dict: bool | None = None, **kwargs: Any) -> Any:
+    @property
+    def peft_type(self) -> str | None:
+        """The type of the adapter; None without one."""
+        config = getattr(self.base_model, "peft_config", {}).get("default")
+        return None if config is None else str(getattr(config.peft_type, "value", config.peft_type))
+
+    def inputs(self, args: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a forward pass by name, in the order of trlX, without those that the model lacks.
+
+        Raises:
+            TypeError: there are more arguments without a name than trlX and transformers have in common.
+        """
+        names = PLACES[bool(self.config.is_encoder_decoder)]
+        if len(args) > len(names):
+            raise TypeError(f"forward() takes {', '.join(names)} in this order; give the others by name")
+        found = {**dict(zip(names, args, strict=False)), **given}
+        for name in ("position_ids", "head_mask"):
+            if found.get(name) is None or not self.get_compatible_forward_kwargs(**{name: None}):
+                found.pop(name, None)
+        return found
+
+    def forward(
+        self,
+        *args: Any,
+        return_dict: bool | None = None,
+        ignore_peft_adapter: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Return logits and values: a tuple ``(logits, *others, value)`` or, with ``return_dict``, an object.
 
-        The others are what transformers returns after the logits, the hidden states among them.
+        The others are what transformers returns after the logits, the hidden states among them. With
+        ``ignore_peft_adapter`` they are those of the model without its adapter.
         """
-        if not self.get_compatible_forward_kwargs(position_ids=None):
-            kwargs.pop("position_ids", None)
-        kwargs |= {"output_hidden_states": True, "return_dict": True}
-        run = partial(self.pretrained_model, *args, **kwargs)
+        if ignore_peft_adapter and has_adapter(self.base_model):
+            with adapter_off(self.base_model):
+                return self.forward(*args, return_dict=return_dict, **kwargs)
+        kwargs = {**self.inputs(args, kwargs), "output_hidden_states": True, "return_dict": True}
+        run = partial(self.pretrained_model, **kwargs)
         if (branch := getattr(self, "critic", None)) is None:
             outputs = run()
             states = outputs.decoder_hidden_states if self.config.is_encoder_decoder else outputs.hidden_states
             value = self.v_head(states[-1])
         else:
-            inputs = arguments(self.base_model).bind_partial(*args, **kwargs).arguments
+            inputs = arguments(self.base_model).bind_partial(**kwargs).arguments
             read: dict[str, Any] = {name: value for name, value in inputs.items() if name in READ}
             outputs, last = branch.states(run, {**read, "use_cache": False}, None)
             value = self.v_head(last)
@@ -385,11 +419,12 @@ class Hydra(PreTrainedModelWrapper):
     @torch.no_grad()
     def forward_hydra(self, *args: Any, return_dict: bool | None = None, **kwargs: Any) -> Any:
         """Return the logits of the frozen model or, with ``return_dict``, what transformers returns with them."""
+        given = self.inputs(args, kwargs)
         if self._frozen:
-            outputs = self.frozen_head(*args, **kwargs)
+            outputs = self.frozen_head(**given)
         else:
             with adapter_off(self.base_model):
-                outputs = self.base_model(*args, **kwargs)
+                outputs = self.base_model(**given)
         return outputs if return_dict else outputs.logits
 
 

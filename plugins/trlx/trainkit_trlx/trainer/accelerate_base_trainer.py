@@ -360,7 +360,7 @@ class AccelerateRLTrainer(BaseRLTrainer):
     def save(self, directory: str | None = None, **kwargs: Any) -> None:
         """Write the state of accelerate, and the number of steps; ``kwargs`` are those of ``save_state``."""
         target = Path(directory or self.config.train.checkpoint_dir)
-        self.accelerator.save_state(str(target), **kwargs)
+        self.accelerator.save_state(str(target), **{"safe_serialization": False, **kwargs})  # weights may be tied
         if self.accelerator.is_main_process:
             (target / "state.json").write_text(json.dumps({"iter_count": self.iter_count}), encoding="utf-8")
 
