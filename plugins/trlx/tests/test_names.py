@@ -50,7 +50,7 @@ from trainkit_trlx.pipeline.ppo_pipeline import PPORolloutStorage, ppo_collate_f
 from trainkit_trlx.trainer.accelerate_ilql_trainer import make_experience
 from trainkit_trlx.trainer.accelerate_ppo_trainer import AcceleratePPOTrainer
 from trainkit_trlx.utils import logging as trlx_logging
-from trainkit_trlx.utils import significant
+from trainkit_trlx.utils import significant, to_device, tree_map
 from trainkit_trlx.utils.loading import get_pipeline, get_trainer
 from trainkit_trlx.utils.modeling import (
     findattr,
@@ -528,6 +528,31 @@ def test_metrics_are_logged_by_the_names_of_trlx(tmp_path: Path) -> None:
         AcceleratePPOTrainer(config, reward_fn=lambda samples: [], log_names="trl")
     usual = AcceleratePPOTrainer(config, reward_fn=lambda samples: [], log_names="trainkit")
     assert usual.named({"loss/total": 1.0}) == {"loss/total": 1.0}
+
+
+def test_models_take_the_arguments_of_trlx_in_its_order() -> None:
+    config = GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=12)
+    base = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLMWithValueHead(base, {"peft_type": "LORA", "r": 2}, 0).eval()
+    assert (model.peft_type, AutoModelForCausalLMWithValueHead.from_config(config).peft_type) == ("LORA", None)
+    ids, mask = torch.tensor([[0, 1, 2], [3, 4, 5]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
+    places = torch.tensor([[1, 0, 1], [0, 1, 2]])
+    plain = model(ids, mask, None, places, return_dict=True).logits
+    torch.testing.assert_close(plain, model(input_ids=ids, attention_mask=mask, position_ids=places)[0])
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    assert not torch.allclose(model(ids, mask, None, places)[0], plain)
+    torch.testing.assert_close(model(ids, mask, None, places, ignore_peft_adapter=True)[0], plain)
+    with pytest.raises(TypeError, match="give the others by name"):
+        model(ids, mask, None, places, None)
+
+
+def test_trees_hold_dataclasses() -> None:
+    batch = ILQLBatch(*[torch.ones(1)] * 6)
+    tree = tree_map(lambda x: x + 1, {"a": [batch, torch.zeros(1)]})
+    assert (type(tree["a"][0]), tree["a"][0].rewards.item(), tree["a"][1].item()) == (ILQLBatch, 2.0, 1.0)
+    assert to_device(batch, "cpu").dones.device.type == "cpu"
 
 
 def test_statistics_of_one_process_are_those_of_its_values() -> None:

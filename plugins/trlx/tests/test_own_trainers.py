@@ -23,15 +23,19 @@ from trainkit_trlx.data.default_configs import (
 )
 from trainkit_trlx.data.ilql_types import ILQLBatch
 from trainkit_trlx.data.method_configs import register_method
-from trainkit_trlx.data.ppo_types import PPORLBatch
-from trainkit_trlx.models.modeling_ppo import PPOConfig
+from trainkit_trlx.data.ppo_types import PPORLBatch, PPORLElement
+from trainkit_trlx.models.modeling_ppo import AutoModelForCausalLMWithHydraValueHead, PPOConfig
 from trainkit_trlx.pipeline.offline_pipeline import DialogStore, tokenize_dialogue
+from trainkit_trlx.pipeline.ppo_pipeline import PPORolloutStorage
 from trainkit_trlx.trainer import BaseRLTrainer, register_trainer
 from trainkit_trlx.trainer.accelerate_base_trainer import AccelerateRLTrainer
 from trainkit_trlx.trainer.accelerate_ilql_trainer import AccelerateILQLTrainer
 from trainkit_trlx.trainer.accelerate_ppo_trainer import AcceleratePPOTrainer
 from trainkit_trlx.trainer.accelerate_rft_trainer import AccelerateRFTTrainer
 from trainkit_trlx.trainer.accelerate_sft_trainer import AccelerateSFTTrainer
+from trainkit_trlx.utils import to_device
+from trainkit_trlx.utils.loading import get_trainer
+from trainkit_trlx.utils.modeling import logprobs_of_labels
 
 DIALOGUES = [["a", "bc"], ["b", "cd"]] * 8
 
@@ -309,6 +313,88 @@ def get_again(config: TRLConfig) -> Any:
     trainer = trlx.trainer.plain(config)  # type: ignore[attr-defined]
     trainer.make_experience(DIALOGUES, 16)
     return trainer
+
+
+def test_a_trainer_on_the_base_class_may_sample_as_ppo_of_trlx_does() -> None:
+    """It prepares its own model, and makes rollouts with generate, decode and the frozen branch of the model."""
+    told: list[str] = []
+
+    @register_trainer
+    class Sampling(AccelerateRLTrainer):
+        def __init__(self, config: TRLConfig, **kwargs: Any) -> None:
+            super().__init__(config, **kwargs)
+            self.store = PPORolloutStorage(self.tokenizer.pad_token_id, self.tokenizer.padding_side)
+            self.model, self.opt, self.scheduler = self.accelerator.prepare(self.model, self.opt, self.scheduler)
+            self.generate_kwargs = {**self.generate_kwargs, "do_sample": True}
+
+        def get_arch(self, config: TRLConfig) -> Any:
+            return AutoModelForCausalLMWithHydraValueHead.from_config(config.model.model_path, num_layers_unfrozen=1)
+
+        def loss(self, batch: PPORLBatch) -> Any:
+            batch = to_device(batch, self.accelerator.device)
+            method: Any = self.config.method
+            length = batch.rewards.shape[1]
+            advantages, returns = method.get_advantages_and_returns(batch.values, batch.rewards, length)
+            ids = torch.cat([batch.query_tensors, batch.response_tensors], 1)
+            mask = ids.ne(self.tokenizer.pad_token_id)
+            outputs = self.model(ids, mask.long(), return_dict=True, position_ids=None)
+            part = slice(batch.query_tensors.shape[1] - 1, batch.query_tensors.shape[1] - 1 + length)
+            return method.loss(
+                logprobs=logprobs_of_labels(outputs.logits[:, :-1], ids[:, 1:])[:, part],
+                values=outputs.value[:, :-1][:, part],
+                old_logprobs=batch.logprobs,
+                old_values=batch.values,
+                advantages=advantages,
+                returns=returns,
+                mask=mask[:, 1:][:, part],
+            )
+
+        def prepare_learning(self) -> None:
+            self.make_experience(8)
+            self.n_inner_epochs, self.total_steps = 2, 6
+            self.eval_dataloader = self.eval_pipeline.create_loader(4)
+
+        def post_epoch_callback(self) -> None:
+            self.store.clear_history()
+            self.make_experience(8, self.iter_count)
+
+        def make_experience(self, num_rollouts: int = 1024, iter_count: int = 0) -> None:
+            told.append(f"{num_rollouts} after {iter_count}")
+            while len(self.store) < num_rollouts:
+                asked = next(self.prompt_iterator)
+                samples = self.generate(asked["input_ids"], asked["attention_mask"])
+                texts = self.decode(asked["input_ids"], samples, append_eos_token=True)
+                assert self.reward_fn is not None
+                scores = self.reward_fn(**dict(zip(("samples", "prompts", "outputs"), texts, strict=True)))
+                mask = samples.ne(self.tokenizer.pad_token_id).long()
+                start = asked["input_ids"].shape[1]
+                with torch.no_grad():
+                    logits, *_, values = self.model(samples, mask)
+                    theirs = self.model.forward_hydra(samples, mask, return_dict=True).logits
+                ours, ref = (
+                    logprobs_of_labels(each[:, :-1], samples[:, 1:])[:, start - 1 :] for each in (logits, theirs)
+                )
+                rows = zip(
+                    asked["input_ids"], samples[:, start:], ours, values[:, start - 1 : -1], ours - ref, strict=True
+                )
+                for (query, response, logprobs, value, ratio), score in zip(rows, scores, strict=True):
+                    reward = -0.1 * ratio
+                    reward[-1] += score
+                    self.push_to_store([PPORLElement(query, response, logprobs, value, reward)])
+
+    config = small(default_ppo_config, train={"trainer": "Sampling", "total_steps": 6, "eval_interval": 6})
+    before = {}
+
+    def log_fn(stats: dict[str, float]) -> None:
+        before.update(stats)
+
+    trainer = get_trainer("Sampling")(config=config, reward_fn=rewards, stop_sequences=["h"])
+    trainer.add_prompt_pipeline(["b", "c"] * 4)
+    trainer.add_eval_pipeline(["b", "c"])
+    trainer.learn(log_fn=log_fn)
+    assert (trainer.iter_count, told) == (6, ["8 after 0", "8 after 4"])
+    assert {"losses/total_loss", "reward/mean", "learning_rate_group_0"} <= before.keys()
+    assert sorted(path.name for path in Path("run").iterdir()) == ["best_checkpoint", "checkpoint_6"]
 
 
 def test_what_a_trainer_on_the_base_class_lacks_is_named() -> None:

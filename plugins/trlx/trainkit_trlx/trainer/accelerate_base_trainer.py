@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
@@ -65,6 +66,12 @@ class AccelerateRLTrainer(BaseRLTrainer):
             )
         self.iter_count = self.nth_evaluation = self.total_steps = 0
         self.accelerator = Accelerator(log_with=train.tracker, project_dir=train.logging_dir or train.checkpoint_dir)
+        launched = int(os.environ.get("WORLD_SIZE", 1))
+        if launched != self.accelerator.num_processes:
+            raise ConfigError(
+                f"{launched} processes were launched, and accelerate treats each as a separate run; launch with "
+                "'accelerate launch', or on CPUs set ACCELERATE_USE_CPU=true"
+            )
         path, more = config.tokenizer.tokenizer_path, config.tokenizer.tokenizer_extra_configs
         self.tokenizer = prepared_tokenizer(AutoTokenizer.from_pretrained(path, **more), config.tokenizer)
         ends = {"eos_token_id": self.tokenizer.eos_token_id, "pad_token_id": self.tokenizer.pad_token_id}
@@ -281,11 +288,15 @@ class AccelerateRLTrainer(BaseRLTrainer):
                 for parts in MiniBatchIterator(self.create_train_dataloader(), self.mb_size, self.num_mb):
                     self._follow(self._step(parts))
                     if self.iter_count >= self.total_steps:
-                        self.accelerator.end_training()
-                        return
+                        return self._close()
                 self.post_backward_callback()
             self.post_epoch_callback()
-        self.accelerator.end_training()
+        return self._close()
+
+    def _close(self) -> None:
+        """Close the trackers; the processes stay connected."""
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
 
     def _follow(self, stats: dict[str, float]) -> None:
         """Save, log and evaluate after a step, where that is due."""
