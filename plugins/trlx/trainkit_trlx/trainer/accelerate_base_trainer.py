@@ -243,8 +243,8 @@ class AccelerateRLTrainer(BaseRLTrainer):
             samples = self.generate_eval(batch["input_ids"], batch["attention_mask"], **chosen)
             prompts = batch["input_ids"].tolist()
             further = [{name: values[at] for name, values in columns.items()} for at in range(len(prompts))]
-            rows += zip(prompts, samples.tolist(), further, strict=True)
-        rows = self.accelerator.gather_for_metrics(rows, use_gather_object=True)
+            mine = list(zip(prompts, samples.tolist(), further, strict=True))
+            rows += self.accelerator.gather_for_metrics(mine, use_gather_object=True)  # each row once
         texts = self.decode([prompt for prompt, *_ in rows], [sample for _, sample, _ in rows])
         given: dict[str, Any] = dict(zip(("samples", "prompts", "outputs"), texts, strict=True))
         given |= {name: [columns[name] for *_, columns in rows] for name in rows[0][2]}
