@@ -183,6 +183,20 @@ def test_the_tokenizer_pads_as_that_of_trlx(side: str, tmp_path: Path) -> None:
         trainer.generate(**tokenizer(["abcdefgh"], return_tensors="pt"))
 
 
+@table("default", [default_sft_config, default_ilql_config])
+def test_without_prompts_evaluations_begin_with_the_beginning_token(default: Any, tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def metric_fn(samples: list[str], **_: Any) -> dict[str, float]:
+        seen.extend(samples)
+        return {"reward": float(len(samples))}
+
+    given = {} if default is default_sft_config else {"rewards": [0.0, 1.0] * 4}
+    trainer = trlx.train(samples=[["a", "b"]] * 8, metric_fn=metric_fn, config=small(default, tmp_path), **given)
+    assert len(seen) == 16  # 8 before training, as many as a batch has, and 8 after it
+    assert trainer.history["eval/metrics/reward"] == {0: 8.0, 1: 8.0}
+
+
 def test_a_pipeline_of_ones_own_gives_prompts(tmp_path: Path) -> None:
     class Numbers(BasePipeline):
         def __getitem__(self, index: int) -> dict[str, Any]:

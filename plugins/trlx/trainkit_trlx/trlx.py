@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from trainkit.errors import ConfigError, DataError, describe
-from trainkit_trlx.data.configs import TRLConfig
+from trainkit_trlx.data.configs import TRLConfig, say_once
 from trainkit_trlx.data.default_configs import default_ilql_config, default_ppo_config, default_sft_config
 from trainkit_trlx.pipeline.offline_pipeline import checked_prompts
 from trainkit_trlx.trainer.functions import known_arguments
@@ -48,7 +48,7 @@ def train(
         samples: strings, or lists of messages that alternate between prompt and output.
         rewards: one number per sample.
         prompts: strings, or dicts with a ``prompt`` and further columns.
-        eval_prompts: prompts of evaluations; by default the first of ``prompts``.
+        eval_prompts: prompts of evaluations; by default the first of ``prompts``, or of samples the beginning token.
         metric_fn: ``metric_fn(samples, prompts, outputs, **columns)`` returns a dict of numbers or lists.
         config: the configuration; by default that of PPO with ``reward_fn``, of ILQL with ``rewards``, else of SFT.
         stop_sequences: strings that end a response.
@@ -90,11 +90,15 @@ def train(
     if reward_fn is None:
         given = (samples,) if rewards is None else (samples, rewards)
         trainer.make_experience(*given, config.train.seq_length)
+        if eval_prompts is None and _room(config) > 0:
+            eval_prompts = [_beginning(trainer)] * batch
     else:
         prompts = [_beginning(trainer)] * batch if prompts is None else checked_prompts(prompts)
         eval_prompts = prompts[:batch] if eval_prompts is None else eval_prompts
         trainer.add_prompt_pipeline(_pipeline(config, prompts, trainer))
-    if eval_prompts is not None:
+    if eval_prompts is None:
+        say_once("there are no evaluations: give eval_prompts, and a max_new_tokens below train.seq_length")
+    else:
         trainer.add_eval_pipeline(_pipeline(config, eval_prompts, trainer))
     trainer.learn()
     return trainer
@@ -146,15 +150,21 @@ def _beginning(trainer: Any) -> str:
     token = trainer.tokenizer.bos_token or trainer.tokenizer.eos_token
     if token is None:
         raise DataError(
-            "no prompts are given, and the tokenizer has no beginning token to start responses from; give prompts"
+            "no prompts are given, and the tokenizer has no beginning token to start responses from; give prompts, or "
+            "eval_prompts where samples are learnt from"
         )
     return str(token)
 
 
+def _room(config: TRLConfig) -> int:
+    """Return how many tokens are left for a prompt; none if the number is not positive."""
+    found = getattr(config.method, "gen_kwargs", {}).get("max_new_tokens", 0)
+    return config.train.seq_length - (max(found) if isinstance(found, list) else int(found))
+
+
 def _pipeline(config: TRLConfig, prompts: list[Any], trainer: Any) -> Any:
     """Return prompts that leave room for a response within ``train.seq_length``."""
-    found = getattr(config.method, "gen_kwargs", {}).get("max_new_tokens", 0)
-    room = config.train.seq_length - (max(found) if isinstance(found, list) else found)
+    room = _room(config)
     if room < 1:
         raise ConfigError(
             f"method.gen_kwargs.max_new_tokens leaves no room for a prompt within {config.train.seq_length} tokens; "

@@ -131,10 +131,11 @@ class Computed(AccelerateRLTrainer):
                 raise ConfigError(f"{cls.__name__}.{name} would not be called: {instead}")
 
     def __getattr__(self, name: str) -> Any:
-        trainer = vars(self).get("trainer")
-        if name.startswith("_") or not hasattr(trainer, name):
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{suggest(name, dir(self))}")
-        return getattr(trainer, name)
+        try:
+            return getattr(None if name.startswith("_") else vars(self).get("trainer"), name)
+        except AttributeError as error:
+            said = f"{type(self).__name__} has no attribute {name!r}{suggest(name, dir(type(self)))}"
+            raise AttributeError(said) from error
 
     def overrides(self, name: str) -> bool:
         """Return whether a trainer of one's own has another method of this name."""
@@ -356,6 +357,8 @@ class Computed(AccelerateRLTrainer):
         settings: Mapping[str, Any] = MappingProxyType({}),
     ) -> Any:
         """Generate with arguments of transformers over ``settings`` of trainkit."""
+        if not self.trainer.models.built:
+            self._refresh()
         input_ids, copies = _ids(input_ids), kwargs.pop("num_return_sequences", 1)
         found = translate_sampling(kwargs)
         if found.refused:
