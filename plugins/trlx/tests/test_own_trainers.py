@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 import trainkit_trlx as trlx
 from tables import table
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, DataError
 from trainkit.testing import character_tokenizer
 from trainkit_trlx.data.configs import TRLConfig
 from trainkit_trlx.data.default_configs import (
@@ -192,7 +193,17 @@ def test_rollouts_can_be_made_and_pushed_before_training() -> None:
     trainer.add_prompt_pipeline(["b", "c"] * 2)
     trainer.make_experience(4, 0)
     mine = list(trainer.store.history)
-    trainer.push_to_store(mine[:2])
+    pad, one = torch.tensor([trainer.tokenizer.pad_token_id]), mine[0]
+    padded = replace(
+        one, query_tensor=torch.cat([pad, one.query_tensor]), response_tensor=torch.cat([one.response_tensor, pad])
+    )
+    trainer.push_to_store([padded, mine[1]])  # trlX pads the prompts and responses of what it stores
+    same = [trainer.trainer.from_trlx([each]).sequences.input_ids for each in (padded, one)]
+    assert torch.equal(*same)
+    with pytest.raises(
+        DataError, match=r"rollout 0 has \d logprobs, \d values, 0 rewards and \d tokens; give one of each"
+    ):
+        trainer.trainer.from_trlx([replace(one, rewards=one.rewards[:0])])
     assert len(trainer.store) == 6
     assert len({element.response_tensor.tolist().__repr__() for element in mine}) > 1
     batch = next(iter(trainer.store.create_loader(6, shuffle=False)))
@@ -225,6 +236,17 @@ def test_samples_that_are_pushed_to_the_store_are_trained_on(
     assert trainer.iter_count == 5
 
 
+def test_a_collection_without_rollouts_is_refused() -> None:
+    class Idle(AcceleratePPOTrainer):
+        def make_experience(self, num_rollouts: int = 1024, iter_count: int = 0) -> None:
+            pass
+
+    trainer = Idle(small(default_ppo_config), reward_fn=rewards)
+    trainer.add_prompt_pipeline(["b", "c"])
+    with pytest.raises(DataError, match=r"Idle\.make_experience put nothing into the store; call push_to_store"):
+        trainer.learn()
+
+
 def test_the_configuration_may_be_changed_until_training() -> None:
     trainer = AcceleratePPOTrainer(small(default_ppo_config), reward_fn=rewards)
     assert isinstance(trainer.config, TRLConfig)
@@ -242,8 +264,42 @@ def test_the_configuration_may_be_changed_until_training() -> None:
     trainer.config.train.total_steps = 4
     with pytest.raises(ConfigError, match="changed after the model was loaded"):
         trainer.learn()
-    with pytest.raises(ConfigError, match="opt of AcceleratePPOTrainer is trainkit's and cannot be set"):
-        trainer.opt = None
+    for name in ("opt", "total_steps", "kl_ctl", "model", "scheduler", "n_inner_epochs"):
+        with pytest.raises(
+            ConfigError, match=f"{name} of AcceleratePPOTrainer is trainkit's and cannot be set: .*set|give|over"
+        ):
+            setattr(trainer, name, 3)
+
+
+def test_functions_and_stop_sequences_may_be_set_before_training() -> None:
+    trainer = AcceleratePPOTrainer(small(default_ppo_config))
+    trainer.add_prompt_pipeline(["b", "c"] * 4)
+    trainer.add_eval_pipeline(["b"])
+    seen: list[str] = []
+
+    def reward_fn(outputs: list[str]) -> list[float]:
+        seen.extend(outputs)
+        return [0.0] * len(outputs)
+
+    trainer.reward_fn = reward_fn
+    trainer.metric_fn = lambda samples: {"count": float(len(samples))}
+    trainer.stop_sequences = ["a", "b", "c", "d"]
+    trainer.learn()
+    assert not {*"abcd"} & {*"".join(output.removesuffix(trainer.tokenizer.eos_token) for output in seen)}
+    assert trainer.history["eval/metrics/count"][2] == 1.0
+
+
+def test_an_adapter_is_added_to_a_model_of_ones_own() -> None:
+    class Mine(AccelerateSFTTrainer):
+        def get_arch(self, config: TRLConfig) -> Any:
+            return AutoModelForCausalLM.from_config(config.model.model_path)
+
+    adapter = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2}
+    for made in (Mine, AccelerateSFTTrainer):
+        trainer = made(small(default_sft_config).evolve(model={"peft_config": adapter}))
+        trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
+        assert trained
+        assert all("lora" in name for name in trained)
 
 
 OVERRIDES = {

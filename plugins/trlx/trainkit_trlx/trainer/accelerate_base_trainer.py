@@ -35,6 +35,11 @@ def prepared_tokenizer(tokenizer: Any, config: TokenizerConfig) -> Any:
     return tokenizer
 
 
+def language_model(model: Any) -> Any:
+    """Return the language model below the heads of a model of trlX; one without heads as it is."""
+    return model.base_model if hasattr(model, "v_head") or hasattr(model, "ilql_heads") else model
+
+
 def _sum(values: Any) -> float:
     return float(torch.as_tensor(values, dtype=torch.float64).sum())
 
@@ -137,9 +142,7 @@ class AccelerateRLTrainer(BaseRLTrainer):
     def setup_model(self) -> Any:
         """Return the model of `get_arch`, with the lower layers frozen that the configuration names."""
         model, config = self.get_arch(self.config), self.config.model
-        inner = (
-            getattr(model, "base_model", model) if hasattr(model, "v_head") or hasattr(model, "ilql_heads") else model
-        )
+        inner = language_model(model)
         if config.peft_config is None:
             seq2seq = config.model_arch_type == "seq2seq"
             freeze = freeze_bottom_seq2seq_layers if seq2seq else freeze_bottom_causal_layers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +76,10 @@ class PPO(Engine, Trainer):  # type: ignore[misc]
         """Return the experience that the trainer's `make_experience` puts into its store, which is then emptied."""
         store = self.outer.store
         self.outer.make_experience(len(rows), self.progress.step)
+        if not len(store):
+            raise DataError(
+                f"{type(self.outer).__name__}.make_experience put nothing into the store; call push_to_store"
+            )
         made = self.from_trlx(store)
         store.clear_history()
         return made
@@ -115,15 +119,21 @@ class PPO(Engine, Trainer):  # type: ignore[misc]
         return PPORLBatch(**{name: value.to(device) for name, value in vars(found).items()})
 
     def from_trlx(self, batch: PPORLBatch | Iterable[PPORLElement]) -> Any:
-        """Return rollouts of trlX, a batch or a list, as experience: GAE, and whitening over all of them."""
-        elements = _elements(batch, self.tokenizer.pad_token_id) if isinstance(batch, PPORLBatch) else list(batch)
+        """Return rollouts of trlX, a batch or a list, as experience: GAE, and whitening over all of them.
+
+        Raises:
+            DataError: a rollout has different numbers of log-probabilities, values and rewards.
+        """
+        pad = self.tokenizer.pad_token_id
+        rows = _rows(batch, pad) if isinstance(batch, PPORLBatch) else list(batch)
+        elements = [_trimmed(each, pad, index) for index, each in enumerate(rows)]
         queries = [each.query_tensor.tolist() for each in elements]
         sequences = Sequences.from_lists(queries, [each.response_tensor.tolist() for each in elements])
         mask = sequences.response_mask
         given = {}
         for name in NAMES:
-            rows = torch.cat([getattr(each, name).float().cpu() for each in elements])
-            given[name] = torch.zeros(mask.shape).masked_scatter(mask, rows)
+            numbers = torch.cat([getattr(each, name).float().cpu() for each in elements])
+            given[name] = torch.zeros(mask.shape).masked_scatter(mask, numbers)
         values, method = given["values"], self.method
         advantages, returns = F.gae(values, given["rewards"], mask, gamma=method.gamma, lam=method.lam)
         made = Rewarded(
@@ -137,17 +147,31 @@ class PPO(Engine, Trainer):  # type: ignore[misc]
         return made.to(self.accelerator.device)
 
 
-def _elements(batch: PPORLBatch, pad: int) -> list[PPORLElement]:
-    """Return the rollouts of a batch without padding. What follows the last token with a number is padding."""
+def _rows(batch: PPORLBatch, pad: int) -> list[PPORLElement]:
+    """Return the rollouts of a batch. What follows the last token or number that is not padding is padding."""
     found = []
     for row, (query, response) in enumerate(zip(batch.query_tensors, batch.response_tensors, strict=True)):
         numbers = {name: getattr(batch, name)[row] for name in NAMES}
         wide = sum(each.abs() for each in numbers.values())
         size = max([0, *(int(at) + 1 for at in wide.nonzero()), *(int(at) + 1 for at in (response != pad).nonzero())])
-        first = next(iter((query != pad).nonzero().flatten().tolist()), len(query) - 1)
-        cut = {name: each[:size] for name, each in numbers.items()}
-        found.append(PPORLElement(query[first:], response[:size], **cut))
+        found.append(PPORLElement(query, response, **{name: each[:size] for name, each in numbers.items()}))
     return found
+
+
+def _trimmed(element: PPORLElement, pad: int, index: int) -> PPORLElement:
+    """Return a rollout without the padding that trlX leaves before its prompt and after its response.
+
+    Raises:
+        DataError: it has different numbers of log-probabilities, values and rewards, or more than tokens.
+    """
+    sizes = {name: len(getattr(element, name)) for name in NAMES}
+    size, tokens = sizes["rewards"], len(element.response_tensor)
+    if len({*sizes.values()}) > 1 or not 0 < size <= tokens:
+        said = ", ".join(f"{count} {name}" for name, count in sizes.items())
+        raise DataError(f"rollout {index} has {said} and {tokens} tokens; give one of each for every token")
+    query = element.query_tensor
+    first = next(iter((query != pad).nonzero().flatten().tolist()), len(query) - 1)
+    return replace(element, query_tensor=query[first:], response_tensor=element.response_tensor[:size])
 
 
 class KL(AdaptiveKLController, FixedKLController):

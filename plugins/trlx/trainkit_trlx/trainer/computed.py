@@ -18,13 +18,14 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from trainkit.errors import ConfigError, DataError, describe, suggest
+from trainkit.models import has_adapter
 from trainkit.runs import free_directory
 from trainkit_migrate import translate_sampling
 from trainkit_trlx.data.configs import TRLConfig, own_class, say_once
 from trainkit_trlx.models.modeling_base import base_from, checkpoint
 from trainkit_trlx.pipeline.offline_pipeline import PromptPipeline, prompts_of
 from trainkit_trlx.trainer import BaseRLTrainer
-from trainkit_trlx.trainer.accelerate_base_trainer import AccelerateRLTrainer, prepared_tokenizer
+from trainkit_trlx.trainer.accelerate_base_trainer import AccelerateRLTrainer, language_model, prepared_tokenizer
 from trainkit_trlx.trainer.engine import Observer
 from trainkit_trlx.trainer.functions import forbidding, known_arguments, prefixed, taking, taking_one
 from trainkit_trlx.trainer.names import as_trlx, renaming_trackers
@@ -46,6 +47,15 @@ NOT_CALLED = {
     "from_checkpoint": "override get_arch",
 }
 """Methods of trlX that a trainer of one's own cannot override, because trainkit does not call them, and what to do."""
+SETTINGS = {
+    "total_steps": "set config.train.total_steps",
+    "n_inner_epochs": "set config.method.ppo_epochs",
+    "kl_ctl": "set kl_ctl.value, and method.target of the configuration",
+    "opt": "give optimizer= in train.trainer_kwargs",
+    "scheduler": "give scheduler= in train.trainer_kwargs",
+    "model": "override get_arch",
+}
+"""Attributes that cannot be set, and what to do."""
 
 SAFE = ("safe_serialization", True)
 """The argument of `save_pretrained` that holds anyway."""
@@ -152,25 +162,11 @@ class Computed(AccelerateRLTrainer):
 
     def _make(self) -> Any:
         """Return trainkit's trainer."""
-        config, translated, given = self.config, self._made_of, dict(self._further)
-        model = given.pop("model", None) or config.model.model_path
-        if self.overrides("get_arch"):
-            model = self.get_arch(config)
-            translated = translated.evolve(model={"peft_config": None})
-        if hasattr(model, "model_type") and hasattr(model, "to_dict"):  # a transformers config: random weights
-            settings = {**model.to_diff_dict(), "model_type": model.model_type}
-            translated = translated.evolve(model={"model_path": settings})
-        elif isinstance(model, str) and checkpoint(model):
-            made = self.from_checkpoint(model, config.model.model_arch_type == "seq2seq")
-            if made is not None:
-                given["model"] = made
-                translated = translated.evolve(model={"model_path": None})
-        elif not isinstance(model, str):
-            given["model"] = model
-            translated = translated.evolve(model={"model_path": None})
+        given = dict(self._further)
+        translated = self._with_model(self._made_of, given)
         alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
         if translated.train.resume is None and alone:
-            translated = translated.evolve(train={"run_dir": free_directory(config.train.checkpoint_dir)})
+            translated = translated.evolve(train={"run_dir": free_directory(self.config.train.checkpoint_dir)})
         callbacks = [self._observer, *given.pop("callbacks", ())]
         if self._log_names == "trlx":
             entries, translated = translated.train.trackers, translated.evolve(train={"trackers": []})
@@ -188,6 +184,24 @@ class Computed(AccelerateRLTrainer):
             callbacks=callbacks,
             **given,
         )
+
+    def _with_model(self, translated: Any, given: dict[str, Any]) -> Any:
+        """Return the configuration with the model: a path, the fields of a config, or none if ``given`` gets one."""
+        config, model = self.config, given.pop("model", None)
+        if self.overrides("get_arch"):
+            model = self.get_arch(config)
+            if has_adapter(language_model(model)):
+                translated = translated.evolve(model={"peft_config": None})
+        model = config.model.model_path if model is None else model
+        if hasattr(model, "model_type") and hasattr(model, "to_dict"):  # a transformers config: random weights
+            return translated.evolve(model={"model_path": {**model.to_diff_dict(), "model_type": model.model_type}})
+        if isinstance(model, str):
+            seq2seq = config.model.model_arch_type == "seq2seq"
+            model = self.from_checkpoint(model, seq2seq) if checkpoint(model) else None
+            if model is None:
+                return translated
+        given["model"] = model
+        return translated.evolve(model={"model_path": None})
 
     def _separator(self) -> str:
         """Return what stands between prompt and output in the samples of an encoder-decoder, as in trlX."""
@@ -285,10 +299,29 @@ class Computed(AccelerateRLTrainer):
 
     n_updates_per_batch = n_inner_epochs
 
+    @property
+    def total_steps(self) -> int:  # type: ignore[override]
+        """The number of optimizer steps of the run."""
+        return int(self.trainer.total_steps)
+
     def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute. Functions take effect at once; a mask and stop sequences until the model is loaded.
+
+        Raises:
+            ConfigError: it is one of trainkit, which cannot be set.
+        """
         if isinstance(getattr(type(self), name, None), property) and getattr(type(self), name).fset is None:
-            raise ConfigError(f"{name} of {type(self).__name__} is trainkit's and cannot be set: {LOOP}")
+            instead = SETTINGS.get(name, LOOP)
+            raise ConfigError(f"{name} of {type(self).__name__} is trainkit's and cannot be set: {instead}")
         super().__setattr__(name, value)
+        if "trainer" not in vars(self):
+            return
+        if name == "reward_fn":
+            self.trainer.reward_fn = taking(value, name, self._separator)
+        elif name == "metric_fn":
+            self.trainer.metric_fn = prefixed(value, self._separator)
+        elif name in ("logit_mask", "stop_sequences"):
+            self._made_of = None
 
     # ---------------------------------------------------------------------------------------------------------- data
 
