@@ -24,7 +24,8 @@ from trainkit_trlx.data.default_configs import (
     default_rft_config,
     default_sft_config,
 )
-from trainkit_trlx.pipeline import BasePipeline
+from trainkit_trlx.pipeline import BasePipeline, register_datapipeline
+from trainkit_trlx.pipeline.offline_pipeline import PromptPipeline
 from trainkit_trlx.trainer.accelerate_ppo_trainer import AcceleratePPOTrainer
 
 EOS = str(character_tokenizer("abcdefgh").eos_token)
@@ -197,7 +198,7 @@ def test_without_prompts_evaluations_begin_with_the_beginning_token(default: Any
     assert trainer.history["eval/metrics/reward"] == {0: 8.0, 1: 8.0}
 
 
-def test_a_pipeline_of_ones_own_gives_prompts(tmp_path: Path) -> None:
+def test_a_pipeline_of_ones_own_gives_prompts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Numbers(BasePipeline):
         def __getitem__(self, index: int) -> dict[str, Any]:
             return {"input_ids": [3 + index], "attention_mask": [1], "number": index}
@@ -205,12 +206,29 @@ def test_a_pipeline_of_ones_own_gives_prompts(tmp_path: Path) -> None:
         def __len__(self) -> int:
             return 2
 
-        create_loader = None  # type: ignore[assignment]
+        def create_loader(self, *_: Any, **__: Any) -> Any:
+            raise NotImplementedError
+
+    @register_datapipeline
+    class Numbered(PromptPipeline):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            return {**super().__getitem__(index), "number": index}
 
     trainer = AcceleratePPOTrainer(small(default_ppo_config, tmp_path), reward_fn=lambda samples: [0.0] * len(samples))
     trainer.add_prompt_pipeline(Numbers())
     assert [row["number"] for row in trainer.trainer.pipeline.rows] == [0, 1]
     assert [trainer.tokenizer(row["prompt"]).input_ids for row in trainer.trainer.pipeline.rows] == [[3], [4]]
+    assert "Numbers.create_loader is not called: trainkit makes batches of prompts itself" in caplog.text
+    seen: list[tuple[str, int]] = []
+
+    def reward_fn(prompts: list[str], number: list[int], **_: Any) -> list[float]:
+        seen.extend(zip(prompts, number, strict=True))
+        return [0.0] * len(prompts)
+
+    config = small(default_ppo_config, tmp_path, train={"pipeline": "Numbered"})
+    trlx.train(reward_fn=reward_fn, prompts=["abcdef", "b"], config=config)
+    assert {*seen} == {("abcd", 0), ("b", 1)}
+    assert "train.pipeline" not in caplog.text
 
 
 def test_rollouts_are_written_as_by_trlx(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

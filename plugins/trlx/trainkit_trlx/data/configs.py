@@ -223,7 +223,8 @@ class TRLConfig:
     def _translation(self, measured: bool, trainer: str | None) -> Translation:
         given = self.to_dict()
         given["train"].pop("trainer_kwargs")  # `train` passes them on
-        given["train"].pop("rollout_logging_dir")  # the trainer writes there
+        for name in ("pipeline", "rollout_logging_dir"):  # `train` makes the pipeline, the trainer writes rollouts
+            given["train"].pop(name)
         if trainer is not None:
             given["train"]["trainer"] = trainer
         method = own_class(type(self.method))  # further settings of a class of one's own are read by its trainer

@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from trainkit.errors import DataError, describe
+from trainkit_trlx.data.configs import say_once
 from trainkit_trlx.data.ilql_types import ILQLBatch, ILQLElement, ILQLSeq2SeqBatch, ILQLSeq2SeqElement
 from trainkit_trlx.pipeline import BasePipeline, BaseRolloutStore, register_datapipeline
 
@@ -209,10 +210,12 @@ def prompts_of(pipeline: Any, tokenizer: Any) -> list[Any]:
     Raises:
         DataError: there are no prompts, or one is neither a string nor a dict with a ``prompt``.
     """
-    if hasattr(pipeline, "given"):
-        return list(pipeline.given)
     if not isinstance(pipeline, BasePipeline):
         return checked_prompts(pipeline)
+    if type(pipeline).create_loader is not PromptPipeline.create_loader:
+        say_once(f"{type(pipeline).__name__}.create_loader is not called: trainkit makes batches of prompts itself")
+    if isinstance(pipeline, PromptPipeline) and type(pipeline).__getitem__ is PromptPipeline.__getitem__:
+        return pipeline.given
     rows = [dict(pipeline[index]) for index in range(len(pipeline))]  # a pipeline of one's own
     texts = [_decoded(tokenizer, row.pop("input_ids"), added=True) if "input_ids" in row else None for row in rows]
     for row in rows:
