@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config, T5Config
 
 import trainkit_trlx as trlx
 from tables import table
@@ -121,6 +121,69 @@ def test_a_loss_of_ones_own_is_trained(method: str, tmp_path: Path, monkeypatch:
     assert set(same.history["mine"].values()) == {7.0}
     Mine.factor = 0.0
     torch.testing.assert_close(weights(run(small(default, train={"trainer": "mine"}))), weights(untrained(default)))
+
+
+def test_responses_of_an_encoder_decoder_begin_with_its_start_token() -> None:
+    """As in trlX, where decoder inputs are responses; numbers are those of the tokens after it."""
+    t5 = T5Config(vocab_size=10, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=7)
+    seq2seq = {"model_path": t5, "model_arch_type": "seq2seq"}
+
+    @register_trainer
+    class Apart(AcceleratePPOTrainer):
+        def loss(self, batch: PPORLBatch) -> Any:
+            assert (batch.response_tensors[:, 0] == 7).all()
+            assert batch.response_tensors.shape[1] == batch.rewards.shape[1] + 1
+            return super().loss(batch)
+
+    usual = run(small(default_ppo_config).evolve(model=seq2seq))
+    same = run(small(default_ppo_config, train={"trainer": "Apart"}).evolve(model=seq2seq))
+    torch.testing.assert_close(weights(same), weights(usual), atol=1e-6, rtol=0)
+    engine = same.trainer
+    same.make_experience(4)
+    batch = next(iter(same.store.create_loader(4, shuffle=False)))
+    again = engine.as_trlx(engine.from_trlx(batch))
+    assert torch.equal(again.response_tensors, batch.response_tensors)
+    torch.testing.assert_close(again.rewards, batch.rewards)
+
+    class Ilql(AccelerateILQLTrainer):
+        def loss(self, batch: Any) -> Any:
+            return super().loss(batch)
+
+    trainer = Ilql(small(default_ilql_config).evolve(model=seq2seq))
+    trainer.make_experience(DIALOGUES, [0.0, 1.0] * 8)
+    with pytest.raises(ConfigError, match="derives from AccelerateRLTrainer can make ILQLSeq2SeqRolloutStorage"):
+        trainer.learn()
+
+
+@table("store", [False, True])
+def test_a_run_that_is_resumed_ends_as_one_that_was_not_stopped(
+    store: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enter(tmp_path, monkeypatch)
+
+    def loss(self: Any, batch: Any) -> Any:
+        loss, stats = super(type(self), self).loss(batch)
+        return loss, {**stats, "mine": 1.0}
+
+    def make_experience(self: Any, num_rollouts: int = 1024, iter_count: int = 0) -> None:
+        super(type(self), self).make_experience(num_rollouts, iter_count)
+
+    methods = {"make_experience": make_experience} if store else {"loss": loss}
+    register_trainer(type("Resumed", (AcceleratePPOTrainer,), methods))
+    train = {"trainer": "Resumed", "total_steps": 6, "checkpoint_interval": 3}
+    whole = run(small(default_ppo_config, train=train))
+
+    def fail(metrics: dict[str, float]) -> None:
+        if metrics.get("losses/total_loss") is not None and trainer.iter_count == 5:
+            raise KeyboardInterrupt
+
+    config = small(default_ppo_config, train={**train, "checkpoint_dir": "again"})
+    trainer = get_trainer("resumed")(config=config, reward_fn=rewards)
+    trainer.add_prompt_pipeline(["b", "c"] * 4)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.learn(log_fn=fail)
+    resumed = run(config.evolve(train={"resume_from_checkpoint": "auto"}))
+    assert torch.equal(weights(resumed), weights(whole))
 
 
 def untrained(default: Callable[[], TRLConfig]) -> Any:

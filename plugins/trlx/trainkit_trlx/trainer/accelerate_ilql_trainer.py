@@ -12,6 +12,7 @@ import torch
 
 from trainkit import Sequences, get_trainer
 from trainkit import functional as F
+from trainkit.errors import ConfigError
 from trainkit_trlx.data.configs import TRLConfig
 from trainkit_trlx.data.ilql_types import ILQLBatch, ILQLElement
 from trainkit_trlx.models.modeling_base import load, new_model
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
 Trainer: Any = get_trainer("ilql")
 Experience: Any = import_module(Trainer.__module__).ILQLBatch
 log = logging.getLogger(__name__)
+APART = (
+    "batches and the store of ILQL are those of causal models here, and the model is an encoder-decoder; a trainer "
+    "that derives from AccelerateRLTrainer can make ILQLSeq2SeqRolloutStorage and have a loss of its own"
+)
+"""Why there is no batch of an encoder-decoder."""
 
 
 def make_experience(
@@ -112,7 +118,13 @@ class ILQL(Samples, Trainer):  # type: ignore[misc]
         return policy
 
     def as_trlx(self, batch: Any) -> ILQLBatch:
-        """Return samples with the positions of states and actions."""
+        """Return samples with the positions of states and actions.
+
+        Raises:
+            ConfigError: the model is an encoder-decoder.
+        """
+        if self.model_config.is_encoder_decoder:
+            raise ConfigError(APART)
         sequences, rows = batch.sequences, []
         for ids, real, chosen, rewards in zip(
             sequences.input_ids, sequences.attention_mask, sequences.response_mask, batch.rewards, strict=True
@@ -183,7 +195,13 @@ class AccelerateILQLTrainer(Offline):
         self.make_experience(samples, rewards, max_length)
 
     def new_store(self, samples: list[Any], rewards: Any, max_length: int) -> ILQLRolloutStorage:
-        """Return the samples, tokenised, with normalised rewards."""
+        """Return the samples, tokenised, with normalised rewards.
+
+        Raises:
+            ConfigError: the model is an encoder-decoder.
+        """
+        if self.trainer.model_config.is_encoder_decoder:
+            raise ConfigError(APART)
         return make_experience(samples, rewards, self.tokenizer, max_length, verbose=False)
 
     def samples_of(self, store: Any) -> tuple[list[Any], list[float]]:

@@ -99,6 +99,12 @@ class PPO(Engine, Trainer):  # type: ignore[misc]
         made = super().prepare_experience(experience)
         return Rewarded(**{each.name: getattr(made, each.name) for each in fields(made)}, rewards=self.kl_penalised)
 
+    @property
+    def start(self) -> Tensor:
+        """The token before each response in trlX: that with which the decoder of an encoder-decoder starts [0 or 1]."""
+        config = self.model_config
+        return torch.tensor([config.decoder_start_token_id] if config.is_encoder_decoder else [], dtype=torch.long)
+
     def elements(self, experience: Any) -> list[PPORLElement]:
         """Return rollouts as trlX stores them, on the CPU."""
         sequences = experience.sequences
@@ -106,7 +112,7 @@ class PPO(Engine, Trainer):  # type: ignore[misc]
         return [
             PPORLElement(
                 query.cpu(),
-                response.cpu(),
+                torch.cat([self.start, response.cpu()]),
                 **{name: getattr(experience, ours)[row][mask].cpu() for name, ours in NAMES.items()},
             )
             for row, (query, response, mask) in enumerate(columns)
@@ -124,8 +130,11 @@ class PPO(Engine, Trainer):  # type: ignore[misc]
         Raises:
             DataError: a rollout has different numbers of log-probabilities, values and rewards.
         """
-        pad = self.tokenizer.pad_token_id
-        rows = _rows(batch, pad) if isinstance(batch, PPORLBatch) else list(batch)
+        pad, first = self.tokenizer.pad_token_id, len(self.start)
+        rows = [
+            replace(each, response_tensor=each.response_tensor[first:])
+            for each in (_rows(batch, pad, first) if isinstance(batch, PPORLBatch) else batch)
+        ]
         elements = [_trimmed(each, pad, index) for index, each in enumerate(rows)]
         queries = [each.query_tensor.tolist() for each in elements]
         sequences = Sequences.from_lists(queries, [each.response_tensor.tolist() for each in elements])
@@ -147,13 +156,18 @@ class PPO(Engine, Trainer):  # type: ignore[misc]
         return made.to(self.accelerator.device)
 
 
-def _rows(batch: PPORLBatch, pad: int) -> list[PPORLElement]:
-    """Return the rollouts of a batch. What follows the last token or number that is not padding is padding."""
+def _rows(batch: PPORLBatch, pad: int, first: int) -> list[PPORLElement]:
+    """Return the rollouts of a batch. What follows the last token or number that is not padding is padding.
+
+    ``first`` is the number of tokens before the first one that was sampled.
+    """
     found = []
     for row, (query, response) in enumerate(zip(batch.query_tensors, batch.response_tensors, strict=True)):
         numbers = {name: getattr(batch, name)[row] for name in NAMES}
         wide = sum(each.abs() for each in numbers.values())
-        size = max([0, *(int(at) + 1 for at in wide.nonzero()), *(int(at) + 1 for at in (response != pad).nonzero())])
+        size = max(
+            [0, *(int(at) + 1 for at in wide.nonzero()), *(int(at) + 1 for at in (response[first:] != pad).nonzero())]
+        )
         found.append(PPORLElement(query, response, **{name: each[:size] for name, each in numbers.items()}))
     return found
 
