@@ -124,6 +124,10 @@ def test_every_setting_that_a_table_names_exists() -> None:
             },
             {"rollout.top_k": 0, "rollout.eval_kwargs": {"temperature": 0.0, "max_new_tokens": 5}},
         ),
+        (
+            {"tokenizer__truncation_side": "left", "tokenizer__tokenizer_extra_configs": {"use_fast": True}},
+            {"tokenizer.kwargs": {"use_fast": True, "truncation_side": "left"}},
+        ),
         # PPO of trlX samples unless do_sample is false
         (
             {"method__gen_kwargs": {"max_new_tokens": 5}, "method__gen_experience_kwargs": {"max_new_tokens": 5}},

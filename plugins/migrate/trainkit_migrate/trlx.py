@@ -87,9 +87,12 @@ def reward_bound(value: Any, _context: Context) -> Settings:
 
 
 def truncation(value: Any, context: Context) -> Settings:
-    """Return the side that samples lose if they are too long; prompts of rollouts lose their beginning in trainkit."""
-    found: Settings = {"tokenizer.kwargs.truncation_side": value}
-    return {**found, **({"rollout.overlong_prompts": "truncate"} if _method(context) in ONLINE else {})}
+    """Return what is done with prompts that are too long: trlX truncated them. Samples lose the same side."""
+    if _method(context) not in ONLINE:
+        return {}
+    if value != "left":
+        context.remarks.append("prompts that are too long lose their end in trlX, and their beginning in trainkit")
+    return {"rollout.overlong_prompts": "truncate"}
 
 
 def trackers(value: Any, context: Context) -> Settings:
@@ -113,6 +116,8 @@ def implied(config: Settings, context: Context) -> Settings:
         context: the configuration of trlX.
     """
     own: Settings = {"train.max_grad_norm": None}
+    if context.get("tokenizer.truncation_side") == "left":
+        own["tokenizer.kwargs"] = {**config.get("tokenizer", {}).get("kwargs", {}), "truncation_side": "left"}
     if _method(context) == "ppo":
         own["method.ratio_threshold"] = None
     rollout = sampled(config, context)
