@@ -122,6 +122,13 @@ def test_a_sweep_of_trlx_is_read(tmp_path: Path) -> None:
     assert of_trlx(tmp_path, dict.fromkeys(every, values)).trials == 2 ** len(every)
 
 
+def test_an_option_without_effect_on_a_script_is_refused(tmp_path: Path) -> None:
+    of_trlx(tmp_path, {})
+    given = ["sweep", str(tmp_path / "sweep.yml"), "--script", str(tmp_path / "script.py"), "--trust-remote-code"]
+    found = CliRunner().invoke(app, given)
+    assert (found.exit_code, "--trust-remote-code has no effect on a script" in found.output) == (2, True)
+
+
 @table(
     "changes, script, words",
     [

@@ -48,6 +48,8 @@ def sweep(
 
     given = {"workers": workers, "script": script}
     found = read_sweep(file, {name: value for name, value in given.items() if value is not None})
+    if trust_remote_code and found.settings.run.script is not None:
+        raise ConfigError("--trust-remote-code has no effect on a script, which loads its models itself; remove it")
     url = storage or found.settings.storage
     if report:
         _require_begun(found, url)
