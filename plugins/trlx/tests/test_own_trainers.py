@@ -249,6 +249,22 @@ def test_methods_of_a_trainer_of_ones_own_are_called_as_in_trlx() -> None:
     assert (best.config.n_embd, trainer.iter_count) == (16, 8)
 
 
+def test_an_epoch_of_samples_is_one_pass() -> None:
+    calls: list[tuple[str, int]] = []
+
+    @register_trainer
+    class Epochs(AccelerateSFTTrainer):
+        def post_backward_callback(self) -> None:
+            calls.append(("pass", self.iter_count))
+
+        def post_epoch_callback(self) -> None:
+            calls.append(("epoch", self.iter_count))
+
+    trainer = run(small(default_sft_config, train={"trainer": "Epochs", "epochs": 2, "total_steps": 100}))
+    assert calls == [("pass", 4), ("epoch", 4), ("pass", 8), ("epoch", 8)]
+    assert (trainer.n_inner_epochs, trainer.total_steps) == (1, 8)
+
+
 def test_rollouts_can_be_made_and_pushed_before_training() -> None:
     trainer = AcceleratePPOTrainer(small(default_ppo_config, train={"minibatch_size": None}), reward_fn=rewards)
     with pytest.raises(ConfigError, match="needs prompts; call add_prompt_pipeline"):

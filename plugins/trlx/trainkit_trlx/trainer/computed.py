@@ -292,10 +292,9 @@ class Computed(AccelerateRLTrainer):
         return int(self.trainer.progress.step)
 
     @property
-    def n_inner_epochs(self) -> int | None:
-        """The passes over a collection."""
-        passes: int | None = self.trainer.passes
-        return passes
+    def n_inner_epochs(self) -> int:
+        """The passes over a collection; 1 of samples, of which an epoch is one pass."""
+        return int(self.trainer.passes) if self.trainer.online else 1
 
     n_updates_per_batch = n_inner_epochs
 

@@ -33,6 +33,7 @@ class Engine:
     if TYPE_CHECKING:
         tokenizer: Any
         progress: Any
+        online: bool
         passes: int | None
 
     def __init__(self, config: Any, *, outer: Any, **kwargs: Any) -> None:
@@ -105,7 +106,7 @@ class Engine:
         metrics = cast(Any, super()).update(batch)
         if self.progress.position == 0:
             self.outer.post_backward_callback()
-            if self.progress.epoch == self.passes:
+            if not self.online or self.progress.epoch == self.passes:  # an epoch of samples is one pass
                 self.outer.post_epoch_callback()
         return metrics
 
