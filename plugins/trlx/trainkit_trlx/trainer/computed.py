@@ -126,7 +126,7 @@ class Computed(AccelerateRLTrainer):
                 config.model.model_arch_type,
                 found,
             )
-        if config.train.rollout_logging_dir is not None:
+        if config.train.rollout_logging_dir is not None and int(os.environ.get("RANK", 0)) == 0:
             self.setup_rollout_logging(config)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
