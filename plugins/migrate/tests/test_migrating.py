@@ -125,10 +125,14 @@ def test_every_setting_that_a_table_names_exists() -> None:
             },
             {"rollout.top_k": 0, "rollout.eval_kwargs": {"temperature": 0.0, "max_new_tokens": 5}},
         ),
-        # without do_sample transformers decodes greedily; rollouts are sampled in any case
+        (
+            {"tokenizer__truncation_side": "left", "tokenizer__tokenizer_extra_configs": {"use_fast": True}},
+            {"tokenizer.kwargs": {"use_fast": True, "truncation_side": "left"}},
+        ),
+        # PPO of trlX samples unless do_sample is false
         (
             {"method__gen_kwargs": {"max_new_tokens": 5}, "method__gen_experience_kwargs": {"max_new_tokens": 5}},
-            {"rollout.top_k": 50, "rollout.eval_kwargs": {"temperature": 0.0, "max_new_tokens": 5}},
+            {"rollout.top_k": 50, "rollout.eval_kwargs": {"top_k": 50, "max_new_tokens": 5}},
         ),
     ],
 )
@@ -178,6 +182,11 @@ def test_trainers_of_trlx_are_methods() -> None:
         ),
         ({"method__gen_kwargs__num_beams": 4}, "method.gen_kwargs.num_beams", "beam search"),
         ({"method__gen_kwargs__do_sample": False}, "method.gen_kwargs.do_sample", "remove do_sample: false"),
+        (
+            {"method__gen_experience_kwargs": {"do_sample": False, "max_new_tokens": 5}},
+            "method.gen_experience_kwargs.do_sample",
+            "remove do_sample: false",
+        ),
         ({"optimizer__name": "adamw_8bit_bnb"}, "optimizer.name", "write adamw"),
         ({"scheduler": {"name": "step"}}, "scheduler", "trlX has cosine_annealing and linear"),
         ({"train__batchsize": 3}, "train.batchsize", "did you mean 'train.batch_size'?"),

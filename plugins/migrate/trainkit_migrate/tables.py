@@ -109,7 +109,8 @@ def framework(name: str) -> Framework:
     data = _read(f"{name}.toml")
     settings = data.pop("settings")
     for path, section in data.pop("generation", {}).items():
-        settings |= {f"{path}.{argument}": about for argument, about in _generation(section).items()}
+        arguments = {f"{path}.{argument}": about for argument, about in _generation(section).items()}
+        settings = {**settings, **arguments, **{key: settings[key] for key in arguments.keys() & settings.keys()}}
     for file, classes in data.pop("shared", {}).items():
         for each in classes:
             settings = {**_shared(file, each), **settings}  # what a class has of its own counts

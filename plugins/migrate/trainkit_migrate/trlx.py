@@ -98,9 +98,13 @@ def reward_bound(value: Any, _context: Context) -> Settings:
     return {"method.cliprange_reward": value or None}
 
 
-def truncation(_value: Any, context: Context) -> Settings:
-    """Return what is done with prompts that are too long: trlX truncated them."""
-    return {"rollout.overlong_prompts": "truncate"} if _method(context) in ONLINE else {}
+def truncation(value: Any, context: Context) -> Settings:
+    """Return what is done with prompts that are too long: trlX truncated them. Samples lose the same side."""
+    if _method(context) not in ONLINE:
+        return {}
+    if value != "left":
+        context.remarks.append("prompts that are too long lose their end in trlX, and their beginning in trainkit")
+    return {"rollout.overlong_prompts": "truncate"}
 
 
 def _truncated(context: Context) -> Settings:
@@ -135,6 +139,8 @@ def implied(config: Settings, context: Context) -> Settings:
         context: the configuration of trlX.
     """
     own: Settings = {"train.max_grad_norm": None}
+    if context.get("tokenizer.truncation_side") == "left":
+        own["tokenizer.kwargs"] = {**config.get("tokenizer", {}).get("kwargs", {}), "truncation_side": "left"}
     if _method(context) == "ppo":
         own["method.ratio_threshold"] = None
     rollout = {**sampled(config, context), **_truncated(context)}
@@ -146,13 +152,18 @@ def implied(config: Settings, context: Context) -> Settings:
 
 def do_sample(value: Any, context: Context) -> Settings:
     """Return the temperature of greedy decoding; nothing if it samples."""
-    if value:
-        return {}
-    if _method(context) in ONLINE and not context.get("method.gen_experience_kwargs"):
+    if value or (_method(context) in ONLINE and not context.get("method.gen_experience_kwargs")):
+        return rollouts_do_sample(value, context)
+    return {"eval.temperature": 0.0}
+
+
+def rollouts_do_sample(value: Any, _context: Context) -> Settings:
+    """Return nothing if rollouts are sampled; greedy ones are refused."""
+    if not value:
         raise RefusedError(
             "an algorithm that learns from its own responses needs different ones; remove do_sample: false"
         )
-    return {"eval.temperature": 0.0}
+    return {}
 
 
 def sampled(config: Settings, context: Context) -> Settings:
@@ -168,8 +179,7 @@ def sampled(config: Settings, context: Context) -> Settings:
     if _method(context) == "ilql":
         unset: Settings = {"top_k": 20, "max_new_tokens": 32}
     else:
-        apart = _method(context) == "sft" or context.get("method.gen_experience_kwargs")
-        greedy = apart and context.get("method.gen_kwargs.do_sample") is None  # as transformers does by default
+        greedy = _method(context) == "sft" and context.get("method.gen_kwargs.do_sample") is None  # as in transformers
         unset = {"temperature": 0.0} if greedy else {"top_k": 50}
     given = {**unset, **evaluated}
     differ = {name: value for name, value in given.items() if isinstance(value, list) and not name.startswith("stop_")}

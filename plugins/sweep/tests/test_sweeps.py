@@ -77,6 +77,100 @@ if error := what.get("error"):
 """A run that writes the evaluations that it is told to write, without training."""
 
 
+OF_TRLX = {
+    "tune_config": {
+        "mode": "max",
+        "metric": "reward/mean",
+        "search_alg": "bohb",
+        "scheduler": "hyperbandforbohb",
+        "num_samples": 4,
+        "max_concurrent_trials": 2,
+    },
+    "optimizer.kwargs.lr": {"strategy": "loguniform", "values": [1e-5, 1e-2]},
+    "method.init_kl_coef": {"strategy": "uniform", "values": [0, 1]},
+    "method.ppo_epochs": {"strategy": "randint", "values": [2, 5]},
+    "train.batch_size": {"strategy": "qrandint", "values": [8, 32, 8]},
+    "model.num_layers_unfrozen": {"strategy": "choice", "values": [-1, 2]},
+}
+MAIN = "import json\n\n\ndef main(hparams={}):\n    pass\n"
+
+
+def of_trlx(tmp_path: Path, changes: dict[str, Any], script: str | None = MAIN) -> Sweep:
+    """Read a sweep of trlX with changes, and a script."""
+    (tmp_path / "sweep.yml").write_text(yaml.safe_dump({**OF_TRLX, **changes}), encoding="utf-8")
+    given = {} if script is None else {"script": str(tmp_path / "script.py")}
+    (tmp_path / "script.py").write_text(script or "", encoding="utf-8")
+    return read_sweep(tmp_path / "sweep.yml", given)
+
+
+def test_a_sweep_of_trlx_is_read(tmp_path: Path) -> None:
+    sweep = of_trlx(tmp_path, {})
+    settings = sweep.settings
+    assert (settings.metric, settings.direction, settings.sampler, settings.pruner) == (
+        *("eval/reward", "maximize", "tpe", "hyperband"),
+    )
+    assert (settings.trials, settings.workers, settings.run.script) == (4, 2, str(tmp_path / "script.py"))
+    assert {name: dimension.distribution for name, dimension in sweep.space.items()} == {
+        "optimizer.kwargs.lr": FloatDistribution(1e-5, 1e-2, log=True),
+        "method.init_kl_coef": FloatDistribution(0.0, 1.0),
+        "method.ppo_epochs": IntDistribution(2, 4),  # Ray excludes the end
+        "train.batch_size": IntDistribution(8, 32, step=8),
+        "model.num_layers_unfrozen": CategoricalDistribution([-1, 2]),
+    }
+    every = [name for name in OF_TRLX if name != "tune_config"]
+    values = {"strategy": "grid", "values": [1, 2]}
+    assert of_trlx(tmp_path, dict.fromkeys(every, values)).trials == 2 ** len(every)
+
+
+def test_an_option_without_effect_on_a_script_is_refused(tmp_path: Path) -> None:
+    of_trlx(tmp_path, {})
+    given = ["sweep", str(tmp_path / "sweep.yml"), "--script", str(tmp_path / "script.py"), "--trust-remote-code"]
+    found = CliRunner().invoke(app, given)
+    assert (found.exit_code, "--trust-remote-code has no effect on a script" in found.output) == (2, True)
+
+
+@table(
+    "changes, script, words",
+    [
+        (
+            {"tune_config": {**OF_TRLX["tune_config"], "search_alg": "bayesopt"}},
+            MAIN,
+            "'bayesopt' is not supported: write",
+        ),
+        (
+            {"tune_config": {**OF_TRLX["tune_config"], "scheduler": "pbt"}},
+            MAIN,
+            "'pbt' is not supported: it may be fifo",
+        ),
+        ({"tune_config": {**OF_TRLX["tune_config"], "metric": "mean_reward"}}, MAIN, "'mean_reward' is no metric of"),
+        (
+            {"tune_config": {**OF_TRLX["tune_config"], "time_budget": 3}},
+            MAIN,
+            r"tune_config\.time_budget .*: not supported",
+        ),
+        ({"method.gamma": {"strategy": "randn", "values": [0, 1]}}, MAIN, "no normal distribution; write uniform"),
+        ({"method.gamma": {"strategy": "unifrom", "values": [0, 1]}}, MAIN, "not supported: .*did you mean 'uniform'"),
+        ({"method.gamma": {"strategy": "uniform", "values": [0]}}, MAIN, "uniform has 2 values; given 1"),
+        ({"method.gamma": {"values": [0]}}, MAIN, "a parameter has strategy and values"),
+        (
+            {"method.gamma": {"strategy": "grid", "values": [0]}},
+            MAIN,
+            r"a grid with parameters that are drawn \(method\.init_kl_coef, ",
+        ),
+        ({"train.seed": {"strategy": "choice", "values": [1, 2]}}, MAIN, "give seeds"),
+        ({}, None, r"needs the script that trains: give --script FILE\.py"),
+        ({}, "import trlx\n" + MAIN, "imports trlx, which is not installed; `trainkit migrate"),
+        ({}, "def main():\n    pass\n", r"has no function main\(hparams\)"),
+        ({}, "def main(:\n", "cannot be read"),
+    ],
+)
+def test_what_a_sweep_of_trlx_cannot_have_is_named(
+    changes: dict[str, Any], script: str | None, words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        of_trlx(tmp_path, changes, script)
+
+
 @pytest.fixture
 def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with a configuration and a task, where commands run."""

@@ -32,6 +32,10 @@ def sweep(
             help="A database that several machines share; by default SQLite in the directory of the sweep.",
         ),
     ] = None,
+    script: Annotated[
+        str | None,
+        typer.Option("--script", metavar="FILE.py", help="For a sweep of trlX: the script whose main(hparams) trains."),
+    ] = None,
     report: Annotated[bool, typer.Option("--report", help="Only write the report of what was made so far.")] = False,
     trust_remote_code: RemoteCode = False,
 ) -> None:
@@ -42,7 +46,10 @@ def sweep(
     """
     from trainkit_sweep import read_sweep
 
-    found = read_sweep(file, {} if workers is None else {"workers": workers})
+    given = {"workers": workers, "script": script}
+    found = read_sweep(file, {name: value for name, value in given.items() if value is not None})
+    if trust_remote_code and found.settings.run.script is not None:
+        raise ConfigError("--trust-remote-code has no effect on a script, which loads its models itself; remove it")
     url = storage or found.settings.storage
     if report:
         _require_begun(found, url)

@@ -10,6 +10,8 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator,
 from trainkit.config import EvalMetric, Section
 
 Number = Annotated[int | float, Field(allow_inf_nan=False)]
+DATA = ("task", "prompts", "samples", "eval_prompts", "eval_samples", "reward_fn", "environment")
+"""Options of ``trainkit train`` that a sweep passes on."""
 CHOICES, RANGE = "choices", "range"
 """The two forms of a parameter."""
 
@@ -21,6 +23,9 @@ class RunArguments(Section):
     """The configuration file. Give this or `method`."""
     method: str | None = None
     """An algorithm, with its default configuration."""
+    script: str | None = None
+    """A Python file whose function ``main(hparams)`` trains with trainkit-trlx; ``hparams`` are settings of trlX by
+    dotted path. It takes the place of a configuration and of data."""
     overrides: dict[str, Any] = Field({})
     """Changes of the configuration by dotted path, such as ``train.total_steps: 200``."""
     task: str | None = None
@@ -40,8 +45,12 @@ class RunArguments(Section):
 
     @model_validator(mode="after")
     def _one_configuration(self) -> Self:
-        if (self.config is None) == (self.method is None):
-            raise ValueError("give either config, a file, or method, the name of an algorithm")
+        if [self.config, self.method, self.script].count(None) != 2:
+            raise ValueError(
+                "give either config, a file, or method, the name of an algorithm, or script, a Python file"
+            )
+        if self.script is not None and (given := [name for name in DATA if getattr(self, name) is not None]):
+            raise ValueError(f"the script has its own data and functions; remove {', '.join(given)}")
         return self
 
 

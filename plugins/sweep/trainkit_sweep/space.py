@@ -10,7 +10,6 @@ from typing import Any
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import Trial
 
-from trainkit.config import TRLConfig
 from trainkit.config.places import value_at
 from trainkit.errors import ConfigError, describe
 from trainkit_sweep.settings import Range
@@ -45,9 +44,7 @@ Space = dict[str, Dimension]
 """The dimensions by the dotted paths of settings."""
 
 
-def make_space(
-    parameters: Mapping[str, list[Any] | Range], base: TRLConfig[Any], accepts: Callable[[str, Any], bool]
-) -> Space:
+def make_space(parameters: Mapping[str, list[Any] | Range], base: Any, accepts: Callable[[str, Any], bool]) -> Space:
     """Return the space of the parameters.
 
     A range that is written with integers has integers, unless the setting is a fraction: its value in ``base`` is a

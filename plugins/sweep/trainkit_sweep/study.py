@@ -145,7 +145,7 @@ class Study:
     def _definition(self) -> dict[str, Any]:
         """Return what the trials have in common, as plain data without secrets."""
         base = self.sweep.base.to_dict()
-        base["train"].pop("run_dir")
+        base.get("train", {}).pop("run_dir", None)
         settings = self.sweep.settings.model_dump(mode="json", exclude={"run": {"config", "overrides"}})
         same = ("run", "parameters", "metric", "direction", "seeds")
         found = {**{name: settings[name] for name in same}, "config": base}
@@ -209,12 +209,12 @@ class Study:
         return optuna.samplers.TPESampler(seed=number, constant_liar=True)
 
     def _pruner(self) -> optuna.pruners.BasePruner:
-        kind, train = self.sweep.settings.pruner, self.sweep.base.train
+        kind, train = self.sweep.settings.pruner, self.sweep.base.to_dict().get("train", {})
         if kind == "none":
             return optuna.pruners.NopPruner()
         if kind == "median":
             return optuna.pruners.MedianPruner()
-        least, most = max(train.eval_interval, 1), train.total_steps or 0
+        least, most = max(train.get("eval_interval", 1), 1), train.get("total_steps") or 0
         return optuna.pruners.HyperbandPruner(min_resource=least, max_resource=most if most > least else "auto")
 
     def _abandoned(self, trial: FrozenTrial, begins: bool = False) -> bool:

@@ -24,10 +24,9 @@ from trainkit.plain import to_yaml
 from trainkit.runs.lock import is_held
 from trainkit_sweep.child import PATIENCE
 from trainkit_sweep.lines import AddedLines
+from trainkit_sweep.settings import DATA
 from trainkit_sweep.sources import Sweep
 
-DATA = ("task", "prompts", "samples", "eval_prompts", "eval_samples", "reward_fn", "environment")
-"""Options of ``trainkit train`` that a sweep passes on."""
 TAIL = 12
 """Lines of a log that are kept of a run that has failed."""
 
@@ -97,6 +96,8 @@ class Run:
     def command(self) -> list[str]:
         """Return the command line of the run."""
         given = self.sweep.settings.run
+        if given.script is not None:
+            return self._of_script(given.script)
         config = given.config or str(default_file(self.sweep))
         settings = {
             **given.overrides,
@@ -112,6 +113,17 @@ class Run:
             *(f"--{name.replace('_', '-')}={value}" for name, value in data.items() if value is not None),
             *self.options,
         ]
+
+    def _of_script(self, script: str) -> list[str]:
+        """Return the command line that calls ``main`` of a script with the settings of trlX."""
+        hparams = {
+            **self.sweep.settings.run.overrides,
+            **self.parameters,
+            "train.seed": self.seed,
+            "train.checkpoint_dir": str(self.directory),
+            "train.resume_from_checkpoint": "auto",
+        }
+        return [sys.executable, "-m", "trainkit_sweep.child", str(os.getpid()), script, json.dumps(hparams)]
 
     def poll(self) -> bool:
         """Read new evaluations, and return whether the run has ended or has to end."""

@@ -21,6 +21,7 @@ from trainkit_trlx.data.configs import TRLConfig
 from trainkit_trlx.data.default_configs import default_ilql_config, default_ppo_config, default_sft_config
 from trainkit_trlx.data.method_configs import get_method
 from trainkit_trlx.trainer.accelerate_ppo_trainer import AcceleratePPOTrainer
+from trainkit_trlx.trainer.accelerate_sft_trainer import AccelerateSFTTrainer
 from trainkit_trlx.utils.loading import get_pipeline, get_trainer
 
 MODEL = GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=10, n_positions=32)
@@ -59,6 +60,9 @@ class Case:
 
     def sampled(self, **gen_kwargs: Any) -> Any:
         return self.ppo({"method": {"gen_kwargs": gen_kwargs}})
+
+    def made(self, **given: Any) -> Any:
+        return AcceleratePPOTrainer(self.config(default_ppo_config), reward_fn=rewards, **given)
 
     def learn(self, **functions: Any) -> Any:
         trainer = AcceleratePPOTrainer(self.config(default_ppo_config), reward_fn=rewards)
@@ -176,6 +180,71 @@ CASES: dict[str, tuple[Callable[[Case], Any], type[Exception], str]] = {
         lambda t: t.ppo({"train": {"trainer_kwargs": {"logitmask": 1}}}),
         ConfigError,
         r"'logitmask'; did you mean 'logit_mask'\?; the trainer takes reward_fn",
+    ),
+    "an argument of an earlier version": (
+        lambda t: t.ppo(split_token="|"),
+        ConfigError,
+        r"train\(\) has no split_token: give samples as lists of messages",
+    ),
+    "an argument that train never had": (
+        lambda t: t.ppo(promts=[]),
+        ConfigError,
+        r"no promts: it takes model_path, rew",
+    ),
+    "an argument that the class does not take": (
+        lambda t: t.made(stop_sequence=["a"]),
+        ConfigError,
+        r"AcceleratePPOTrainer has 'stop_sequence'; did you mean 'stop_sequences'\?; the trainer takes",
+    ),
+    "an attribute that a trainer has not": (
+        lambda t: t.made().kl_ctrl,
+        AttributeError,
+        r"AcceleratePPOTrainer has no attribute 'kl_ctrl'; did you mean 'kl_ctl'\?",
+    ),
+    "text in the place of ids": (
+        lambda t: t.made().generate("abc"),
+        DataError,
+        r"token ids should be integers \[B, T\], as tokenizer\(texts, padding=True.*given 'abc'",
+    ),
+    "text in the place of ids to decode": (
+        lambda t: t.made().decode(["a"], ["b"]),
+        DataError,
+        r"token ids should be integers \[T\]; given 'a'",
+    ),
+    "a batch that is none": (
+        lambda t: t.made().loss({"input_ids": 1}),
+        ConfigError,
+        r"loss\(\) takes a batch with query_tensors, response_tensors, .*, and query_tensors, .* is missing",
+    ),
+    "rollouts that are none": (
+        lambda t: t.made().push_to_store([{"query": 1}]),
+        DataError,
+        r"push_to_store\(\) takes a list of PPORLElement; given \{'query': 1\}",
+    ),
+    "arguments of save_pretrained": (
+        lambda t: t.made().save_pretrained("saved", safe_serialization=True, max_shard_size="1GB"),
+        ConfigError,
+        r"save_pretrained\(\) takes the directory alone, and is given max_shard_size",
+    ),
+    "samples for a trainer of rollouts": (
+        lambda t: t.ppo(reward_fn=None, samples=["ab"] * 4),
+        ConfigError,
+        r"'AcceleratePPOTrainer', which learns from reward_fn and prompts; given samples\. Give these, or name another",
+    ),
+    "no rewards": (
+        lambda t: t.ilql(rewards=None),
+        ConfigError,
+        r"'AccelerateILQLTrainer', which learns from samples and rewards; given samples",
+    ),
+    "a length that is none": (
+        lambda t: AccelerateSFTTrainer(t.config(default_sft_config)).make_experience(["ab"], "long"),
+        ConfigError,
+        r"the longest sample should be a number of tokens; given 'long'",
+    ),
+    "a sample in the place of samples": (
+        lambda t: AccelerateSFTTrainer(t.config(default_sft_config)).make_experience("ab", 3),
+        DataError,
+        r"samples should be a list of strings or dialogues; given 'ab'",
     ),
     # functions
     "a reward function of other arguments": (
@@ -417,8 +486,6 @@ def test_arguments_of_generate_without_effect_are_told_once(
     assert caplog.text.count("generate(): pad_token_id: has no effect") == 1
     with pytest.raises(ConfigError, match="num_beams: trainkit samples"):
         trainer.generate(**asked, num_beams=2)
-    trainer.make_experience(4, 0)
-    assert "make_experience() has no effect: learn() samples by itself" in caplog.text
 
 
 @pytest.mark.parametrize("metric", ["reward", "length"])

@@ -406,6 +406,7 @@ def test_a_trainer_goes_on_with_an_adapter_of_trlx(kind: str, directory: Any, tm
     )  # fmt: skip
     trainer = cls(given)
     expected = made(**inputs("llama")).logits
+    trainer.models.build()
     torch.testing.assert_close(trainer.unwrapped.model(**inputs("llama")).logits, expected)
     assert any(parameter.requires_grad for parameter in trainer.unwrapped.model.parameters())
     if kind != "sft":

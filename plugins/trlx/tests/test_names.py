@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +49,8 @@ from trainkit_trlx.pipeline.offline_pipeline import (
 from trainkit_trlx.pipeline.ppo_pipeline import PPORolloutStorage, ppo_collate_fn
 from trainkit_trlx.trainer.accelerate_ilql_trainer import make_experience
 from trainkit_trlx.trainer.accelerate_ppo_trainer import AcceleratePPOTrainer
-from trainkit_trlx.utils import significant
+from trainkit_trlx.utils import logging as trlx_logging
+from trainkit_trlx.utils import significant, to_device, tree_map
 from trainkit_trlx.utils.loading import get_pipeline, get_trainer
 from trainkit_trlx.utils.modeling import (
     findattr,
@@ -113,10 +118,10 @@ def test_the_defaults_of_trlx_are_configurations_of_trainkit(default: Any) -> No
 def test_settings_without_counterpart_are_refused_and_those_without_effect_are_told_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    config = default_ppo_config().evolve(train={"tracker": None, "rollout_logging_dir": "logs"})
+    config = default_ppo_config().evolve(train={"tracker": None, "logging_dir": "logs"})
     config.translated()
     config.translated()
-    assert caplog.text.count("train.rollout_logging_dir: has no effect") == 1
+    assert caplog.text.count("train.logging_dir: has no effect") == 1
     with pytest.raises(ConfigError, match=r"optimizer\.name: write adam"):
         config.evolve(optimizer={"name": "adam_8bit_bnb"}).translated()
     with pytest.raises(NotImplementedError, match=r"train\.sharding"):
@@ -264,6 +269,7 @@ def test_the_layers_of_the_critic_and_the_deviation_of_the_reference_are_taken_o
         train={"checkpoint_dir": str(tmp_path / "run"), "tracker": None, "seq_length": 64},
     )
     trainer = AcceleratePPOTrainer(config, reward_fn=lambda **_: [0.0])
+    trainer.models.build()
     assert trainer.unwrapped.critic is not None
     mask = torch.ones(2, 1, dtype=torch.bool)
     assert trainer.scaled(torch.tensor([[1.0], [7.0]]), mask).tolist() == [[0.5], [3.5]]
@@ -445,20 +451,114 @@ def test_layers_are_frozen_from_below() -> None:
     assert not t5.shared.weight.requires_grad
 
 
+def test_logging_helpers_are_those_of_trlx(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRLX_NO_ADVISORY_WARNINGS", raising=False)
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    logger = trlx_logging.get_logger("mine")
+    trlx_logging.add_handler(handler)
+    trlx_logging.disable_propagation()
+    try:
+        trlx_logging.enable_explicit_format()
+        logger.warning_advice("first")
+        trlx_logging.reset_format()
+        monkeypatch.setenv("TRLX_NO_ADVISORY_WARNINGS", "1")
+        logger.warning_advice("not shown")
+        logger.warning("second", ranks=[])
+        logger.warning("elsewhere", ranks=["1"])
+    finally:
+        trlx_logging.enable_propagation()
+        trlx_logging.remove_handler(handler)
+    first, second = stream.getvalue().splitlines()
+    assert re.fullmatch(r"\[.*\] \[WARNING\] \[.*:\d+:\w+\] \[RANK 0\] first", first)
+    assert second == "[RANK 0] second"
+    with pytest.raises(ValueError, match="is no handler of this package"):
+        trlx_logging.remove_handler(handler)
+    assert trlx_logging.get_log_levels_dict()["warning"] == trlx_logging.WARNING
+
+
+def test_progress_bars_are_shown_until_they_are_disabled(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(trlx_logging.tqdm(range(3), desc="shown")) == [0, 1, 2]
+    trlx_logging.disable_progress_bar()
+    try:
+        assert list(trlx_logging.tqdm(range(3), desc="hidden")) == [0, 1, 2]
+        assert not trlx_logging.is_progress_bar_enabled()
+    finally:
+        trlx_logging.enable_progress_bar()
+    told = capsys.readouterr().err
+    assert "shown" in told
+    assert "hidden" not in told
+
+
+def test_metrics_are_logged_by_the_names_of_trlx(tmp_path: Path) -> None:
+    """The tracker and the functions of learn get them; the directory of the run has the names of trainkit."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # tensorboard's own imports
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    character_tokenizer("abcdefgh").save_pretrained(tmp_path / "letters")
+    config = default_ppo_config().evolve(
+        train={"tracker": "tensorboard", "seq_length": 16, "total_steps": 2, "checkpoint_dir": str(tmp_path / "run")},
+        model={"model_path": GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=10), "num_layers_unfrozen": -1},
+        tokenizer={"tokenizer_path": str(tmp_path / "letters")},
+        method={"gen_kwargs": {"max_new_tokens": 4}, "num_rollouts": 8, "chunk_size": 8},
+    )
+    trainer = AcceleratePPOTrainer(
+        config.evolve(train={"batch_size": 8}), reward_fn=lambda samples: [1.0] * len(samples)
+    )
+    trainer.add_prompt_pipeline(["b", "c"] * 4)
+    trainer.add_eval_pipeline(["b"])
+    logged: list[dict[str, float]] = []
+    evaluated: list[dict[str, float]] = []
+    trainer.learn(log_fn=logged.append, eval_fn=evaluated.append)
+    ours = {
+        *("losses/total_loss", "losses/policy_loss", "losses/value_loss", "policy/sqrt_kl", "policy/kl_per_token"),
+        *("policy/approx_kl", "policy/clipfrac", "ratio", "kl_ctl_value", "values/mean", "values/values_error"),
+        *("old_values/mean", "returns/mean", "rollout_scores/mean", "rollout_scores/std", "learning_rate_group_0"),
+        *("rollout_scores/running_mean", "rollout_scores/running_std", "time/rollout_time", "time/rollout_score"),
+    }
+    step = next(metrics for metrics in logged if "losses/total_loss" in metrics)
+    assert ours - step.keys() == set()
+    assert step["rollout_scores/running_mean"] == step["rollout_scores/mean"] == 1.0
+    assert {"reward/mean", "time/generate"} <= evaluated[0].keys()
+    assert {"loss/total", "reward/mean", "eval/reward"} <= trainer.history.keys()
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert {*ours, "reward/mean"} - {*events.Tags()["scalars"]} == set()
+    assert [event.value for event in events.Scalars("reward/mean")] == [1.0] * len(evaluated)
+    with pytest.raises(ConfigError, match="log_names should be 'trlx' or 'trainkit'; given 'trl'"):
+        AcceleratePPOTrainer(config, reward_fn=lambda samples: [], log_names="trl")
+    usual = AcceleratePPOTrainer(config, reward_fn=lambda samples: [], log_names="trainkit")
+    assert usual.named({"loss/total": 1.0}) == {"loss/total": 1.0}
+
+
+def test_models_take_the_arguments_of_trlx_in_its_order() -> None:
+    config = GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=12)
+    base = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLMWithValueHead(base, {"peft_type": "LORA", "r": 2}, 0).eval()
+    assert (model.peft_type, AutoModelForCausalLMWithValueHead.from_config(config).peft_type) == ("LORA", None)
+    ids, mask = torch.tensor([[0, 1, 2], [3, 4, 5]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
+    places = torch.tensor([[1, 0, 1], [0, 1, 2]])
+    plain = model(ids, mask, None, places, return_dict=True).logits
+    torch.testing.assert_close(plain, model(input_ids=ids, attention_mask=mask, position_ids=places)[0])
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    assert not torch.allclose(model(ids, mask, None, places)[0], plain)
+    torch.testing.assert_close(model(ids, mask, None, places, ignore_peft_adapter=True)[0], plain)
+    with pytest.raises(TypeError, match="give the others by name"):
+        model(ids, mask, None, places, None)
+
+
+def test_trees_hold_dataclasses() -> None:
+    batch = ILQLBatch(*[torch.ones(1)] * 6)
+    tree = tree_map(lambda x: x + 1, {"a": [batch, torch.zeros(1)]})
+    assert (type(tree["a"][0]), tree["a"][0].rewards.item(), tree["a"][1].item()) == (ILQLBatch, 2.0, 1.0)
+    assert to_device(batch, "cpu").dones.device.type == "cpu"
+
+
 def test_statistics_of_one_process_are_those_of_its_values() -> None:
     mean, variance, count = get_global_statistics(torch.tensor([1.0, 3.0]))
     assert (float(mean), float(variance), float(count)) == (2, 1, 2)
     assert gather_dict({"a": [1]}) == {"a": [1]}
-
-
-def test_methods_that_are_not_called_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    class Mine(AcceleratePPOTrainer):
-        def post_backward_callback(self) -> None:
-            pass
-
-    assert "Mine.post_backward_callback is not called" in caplog.text
-    assert "trainkit.AccelerateRLTrainer.after_step" in caplog.text
-    assert issubclass(Mine, AcceleratePPOTrainer)
 
 
 def test_the_sharding_of_trainkit_is_an_argument_of_the_trainer(tmp_path: Path) -> None:
@@ -470,7 +570,7 @@ def test_the_sharding_of_trainkit_is_an_argument_of_the_trainer(tmp_path: Path) 
         method={"gen_kwargs": {"max_new_tokens": 4}},
     )
     trainer = AcceleratePPOTrainer(config, reward_fn=lambda samples: [0.0] * len(samples), sharding="fsdp2")
-    assert trainer.config.train.sharding == "fsdp2"
+    assert trainer.trainer.config.train.sharding == "fsdp2"
 
 
 VIRTUAL = [{"peft_type": kind, "num_virtual_tokens": 3} for kind in ("PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING")]

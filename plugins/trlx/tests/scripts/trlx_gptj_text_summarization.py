@@ -112,7 +112,8 @@ def train_ppo(reward_model, tokenizer):
 
     def reward_fn(samples, prompts, outputs, **kwargs):
         original_samples = [prompt + post_summary_dict[prompt.strip()] for prompt in prompts]
-        written = [prompt + (output.strip() or "h")[0] for prompt, output in zip(prompts, outputs)]
+        outputs = [output.replace(tokenizer.eos_token, "").strip() for output in outputs]
+        written = [prompt + (output or "h")[0] for prompt, output in zip(prompts, outputs)]
         return get_scores(written) - get_scores(original_samples)
 
     prompts = [row["prompt"] for row in train_posts]

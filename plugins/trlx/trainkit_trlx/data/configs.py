@@ -29,6 +29,12 @@ def merge(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def own_class(cls: type[Any]) -> type[Any]:
+    """Return the first class of this package among a class and those that it derives from."""
+    package = __name__.partition(".")[0]
+    return next(each for each in cls.__mro__ if each.__module__.partition(".")[0] == package)
+
+
 class Section:
     """What the sections have in common."""
 
@@ -196,26 +202,35 @@ class TRLConfig:
     def __str__(self) -> str:
         return json.dumps(self.to_dict(), indent=4, default=str)
 
-    def translated(self, measured: bool = False) -> trainkit.TRLConfig[Any]:
+    def translated(self, measured: bool = False, trainer: str | None = None) -> trainkit.TRLConfig[Any]:
         """Return the configuration of trainkit. What has no effect in trainkit is logged once.
 
         Args:
             measured: whether there is a metric function, by which `train.save_best` may compare evaluations.
+            trainer: the trainer of this package that trains; None: that of ``train.trainer``.
 
         Raises:
             ConfigError: a setting has no counterpart; says what to write instead.
         """
-        found = self._translation(measured)
+        found = self._translation(measured, trainer)
         if found.refused:
             raise ConfigError("settings of trlX without counterpart:\n  " + "\n  ".join(map(str, found.refused)))
         for remark in found.remarks:
-            say_once(str(remark))
+            if remark.field != "tokenizer.truncation_side":  # trainers cut prompts themselves
+                say_once(str(remark))
         method = found.config.get("method", {}).get("name", "ppo")
         return trainkit.default_config(method).evolve(**found.config)
 
-    def _translation(self, measured: bool) -> Translation:
+    def _translation(self, measured: bool, trainer: str | None) -> Translation:
         given = self.to_dict()
         given["train"].pop("trainer_kwargs")  # `train` passes them on
+        for name in ("pipeline", "rollout_logging_dir"):  # `train` makes the pipeline, the trainer writes rollouts
+            given["train"].pop(name)
+        if trainer is not None:
+            given["train"]["trainer"] = trainer
+        method = own_class(type(self.method))  # further settings of a class of one's own are read by its trainer
+        given["method"] = {each.name: given["method"][each.name] for each in fields(method)}
+        given["method"]["name"] = method.__name__
         best = given["train"].pop("save_best") if measured else False
         if not isinstance(given["model"]["model_path"], str):
             given["model"].pop("model_path")  # a config or model object, which `train` passes on

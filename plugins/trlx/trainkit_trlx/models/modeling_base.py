@@ -13,12 +13,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
+from peft import PeftConfig
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils.generic import ModelOutput
 
 from trainkit import models
 from trainkit.errors import ConfigError
-from trainkit.models import ValueBranch, ValueHead, create_reference_model, has_adapter, state_width
+from trainkit.models import (
+    ValueBranch,
+    ValueHead,
+    create_reference_model,
+    has_adapter,
+    make_peft_config,
+    state_width,
+    with_adapter,
+)
 from trainkit_trlx.utils.modeling import (
     hf_get_decoder_blocks,
     hf_get_decoder_final_norm,
@@ -41,6 +50,11 @@ __all__ = [
 
 BASE, HEAD, HEADS = "base_model.", "v_head.", "ilql_heads."
 """What the names of weights begin with in a checkpoint of trlX: of the language model, a value head, heads of ILQL."""
+PLACES = {
+    False: ("input_ids", "attention_mask", "past_key_values", "position_ids"),
+    True: ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask"),
+}
+"""The first arguments of a forward pass in trlX; True: of encoder-decoders."""
 READ = ("input_ids", "attention_mask", "position_ids")
 """The arguments of a forward pass that decide the states of a token."""
 LAYERS = {
@@ -90,6 +104,27 @@ def load(module: nn.Module, state: Mapping[str, Tensor], where: str) -> None:
             f"{where} does not fit {type(module).__name__}, of which it {lacking}; give the directory that trlX wrote, "
             "with its config.json"
         )
+
+
+def adapted(base_model: Any, peft_config: Any) -> Any:
+    """Return a language model with an adapter, an object of peft or its fields; unchanged without one."""
+    if peft_config is None:
+        return base_model
+    given = peft_config if isinstance(peft_config, PeftConfig) else make_peft_config(peft_config)
+    return with_adapter(base_model, given)
+
+
+def new_model(classes: tuple[Any, Any], config: Any, **kwargs: Any) -> Any:
+    """Return a model as a configuration of trlX describes it.
+
+    Args:
+        classes: of causal models and of encoder-decoders.
+        config: the section ``model``; its path may be a transformers config, for random weights.
+        **kwargs: further arguments of the class.
+    """
+    made = classes[config.model_arch_type == "seq2seq"]
+    make = made.from_pretrained if isinstance(config.model_path, str) else made.from_config
+    return make(config.model_path, peft_config=config.peft_config, **kwargs)
 
 
 def base_from(path: str | Path, state: Mapping[str, Tensor], parent: Any) -> Any:
@@ -194,7 +229,10 @@ class OfTrlx:
         _put: Any
         v_head: Any
 
-    def __init__(self, base_model: Any = None, *, num_value_layers_unfrozen: int = 0, **kwargs: Any) -> None:
+    def __init__(
+        self, base_model: Any = None, peft_config: Any = None, num_value_layers_unfrozen: int = 0, **kwargs: Any
+    ) -> None:
+        base_model = adapted(base_model, peft_config)
         super().__init__(base_model, summary_dropout_prob=0.0, **kwargs)  # type: ignore[call-arg]
         self._put(ValueHead(state_width(base_model.config)))
         if num_value_layers_unfrozen:
@@ -271,21 +309,50 @@ class OfTrlx:
         known = arguments(self.base_model).parameters
         return {name: value for name, value in kwargs.items() if name in known}
 
-    def forward(self, *args: Any, return_dict: bool | None = None, **kwargs: Any) -> Any:
+    @property
+    def peft_type(self) -> str | None:
+        """The type of the adapter; None without one."""
+        config = getattr(self.base_model, "peft_config", {}).get("default")
+        return None if config is None else str(getattr(config.peft_type, "value", config.peft_type))
+
+    def inputs(self, args: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a forward pass by name, in the order of trlX, without those that the model lacks.
+
+        Raises:
+            TypeError: there are more arguments without a name than trlX and transformers have in common.
+        """
+        names = PLACES[bool(self.config.is_encoder_decoder)]
+        if len(args) > len(names):
+            raise TypeError(f"forward() takes {', '.join(names)} in this order; give the others by name")
+        found = {**dict(zip(names, args, strict=False)), **given}
+        for name in ("position_ids", "head_mask"):
+            if found.get(name) is None or not self.get_compatible_forward_kwargs(**{name: None}):
+                found.pop(name, None)
+        return found
+
+    def forward(
+        self,
+        *args: Any,
+        return_dict: bool | None = None,
+        ignore_peft_adapter: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Return logits and values: a tuple ``(logits, *others, value)`` or, with ``return_dict``, an object.
 
-        The others are what transformers returns after the logits, the hidden states among them.
+        The others are what transformers returns after the logits, the hidden states among them. With
+        ``ignore_peft_adapter`` they are those of the model without its adapter.
         """
-        if not self.get_compatible_forward_kwargs(position_ids=None):
-            kwargs.pop("position_ids", None)
-        kwargs |= {"output_hidden_states": True, "return_dict": True}
-        run = partial(self.pretrained_model, *args, **kwargs)
+        if ignore_peft_adapter and has_adapter(self.base_model):
+            with adapter_off(self.base_model):
+                return self.forward(*args, return_dict=return_dict, **kwargs)
+        kwargs = {**self.inputs(args, kwargs), "output_hidden_states": True, "return_dict": True}
+        run = partial(self.pretrained_model, **kwargs)
         if (branch := getattr(self, "critic", None)) is None:
             outputs = run()
             states = outputs.decoder_hidden_states if self.config.is_encoder_decoder else outputs.hidden_states
             value = self.v_head(states[-1])
         else:
-            inputs = arguments(self.base_model).bind_partial(*args, **kwargs).arguments
+            inputs = arguments(self.base_model).bind_partial(**kwargs).arguments
             read: dict[str, Any] = {name: value for name, value in inputs.items() if name in READ}
             outputs, last = branch.states(run, {**read, "use_cache": False}, None)
             value = self.v_head(last)
@@ -319,7 +386,7 @@ class Hydra(PreTrainedModelWrapper):
 
     def __init__(self, base_model: Any, *, num_layers_unfrozen: int = -1, **kwargs: Any) -> None:
         super().__init__(base_model, **kwargs)
-        self.num_layers_unfrozen = num_layers_unfrozen
+        self.num_layers_unfrozen, base_model = num_layers_unfrozen, self.pretrained_model
         self._frozen: list[Any] = []  # a list, so that it is no submodule
         reads_virtual_tokens = getattr(getattr(base_model, "active_peft_config", None), "is_prompt_learning", False)
         if not has_adapter(base_model) or reads_virtual_tokens:  # which change the outputs from the beginning
@@ -352,11 +419,12 @@ class Hydra(PreTrainedModelWrapper):
     @torch.no_grad()
     def forward_hydra(self, *args: Any, return_dict: bool | None = None, **kwargs: Any) -> Any:
         """Return the logits of the frozen model or, with ``return_dict``, what transformers returns with them."""
+        given = self.inputs(args, kwargs)
         if self._frozen:
-            outputs = self.frozen_head(*args, **kwargs)
+            outputs = self.frozen_head(**given)
         else:
             with adapter_off(self.base_model):
-                outputs = self.base_model(*args, **kwargs)
+                outputs = self.base_model(**given)
         return outputs if return_dict else outputs.logits
 
 

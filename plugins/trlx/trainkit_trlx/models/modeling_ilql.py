@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrained
 from transformers.utils.generic import ModelOutput
 
 from trainkit import functional as F
-from trainkit.models import has_adapter, make_peft_config, with_adapter
+from trainkit.models import has_adapter
 from trainkit_trlx.data.ilql_types import ILQLBatch, ILQLSeq2SeqBatch
 from trainkit_trlx.data.method_configs import MethodConfig, register_method
-from trainkit_trlx.models.modeling_base import BASE, HEADS, arguments, base_from, checkpoint, load, under
+from trainkit_trlx.models.modeling_base import BASE, HEADS, adapted, arguments, base_from, checkpoint, load, under
 from trainkit_trlx.utils.modeling import flatten_dict, get_tensor_stats, make_head
 
 if TYPE_CHECKING:
@@ -193,8 +193,7 @@ class AutoModelForCausalLMWithILQLHeads(nn.Module):
 
     def __init__(self, base_model: Any, *, two_qs: bool = True, alpha: float = 0.99, peft_config: Any = None) -> None:
         super().__init__()
-        if peft_config is not None:
-            base_model = with_adapter(base_model, _peft_config(peft_config))
+        base_model = adapted(base_model, peft_config)
         self.base_model = base_model
         config = base_model.config.get_text_config(decoder=True)
         self.ilql_heads = ILQLHeads(config.hidden_size, config.vocab_size, two_qs, alpha, base_model.dtype)
@@ -418,10 +417,6 @@ class AutoModelForSeq2SeqLMWithILQLHeads(AutoModelForCausalLMWithILQLHeads):
         choice = _Choice(beta, temperature, top_k, logit_mask, pad, eos)
         real = torch.ones_like(start) if decoder_attention_mask is None else decoder_attention_mask.long()
         return choice.continued(step, start, real, past_key_values, min(max_new_tokens, max_length))
-
-
-def _peft_config(given: Any) -> PeftConfig:
-    return given if isinstance(given, PeftConfig) else make_peft_config(given)
 
 
 def _positions(mask: Tensor) -> Tensor:

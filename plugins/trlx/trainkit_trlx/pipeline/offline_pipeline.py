@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -11,8 +12,13 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from trainkit.errors import DataError, describe
+from trainkit_trlx.data.configs import say_once
 from trainkit_trlx.data.ilql_types import ILQLBatch, ILQLElement, ILQLSeq2SeqBatch, ILQLSeq2SeqElement
 from trainkit_trlx.pipeline import BasePipeline, BaseRolloutStore, register_datapipeline
+
+log = logging.getLogger(__name__)
+IGNORED = -100
+"""The label of a token that is not trained on."""
 
 
 @dataclass
@@ -75,7 +81,7 @@ class DialogStore(BaseRolloutStore):
         self.tokenizer = tokenizer
         for dialog in dialogs:
             ids = [token for message in dialog for token in message.tokens]
-            labels = [token if message.is_output else -100 for message in dialog for token in message.tokens]
+            labels = [token if message.is_output else IGNORED for message in dialog for token in message.tokens]
             self.history.append({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels})
 
     def create_loader(  # type: ignore[override]
@@ -87,7 +93,7 @@ class DialogStore(BaseRolloutStore):
             batch = self.tokenizer.pad(
                 [{k: v for k, v in item.items() if k != "labels"} for item in items], return_tensors="pt"
             )
-            labels = torch.full_like(batch["input_ids"], -100)
+            labels = torch.full_like(batch["input_ids"], IGNORED)
             labels[batch["attention_mask"].bool()] = torch.tensor([label for item in items for label in item["labels"]])
             batch["labels"] = labels
             return batch
@@ -131,14 +137,33 @@ class PromptPipeline(BasePipeline):
         self, prompts: list[Any], max_prompt_length: int, tokenizer: Any, add_special_tokens: bool = False
     ) -> None:
         super().__init__()
-        self.given = checked_prompts(prompts)
         self.tokenizer = tokenizer
-        rows = [dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt} for prompt in self.given]
+        rows = [
+            dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt} for prompt in checked_prompts(prompts)
+        ]
         texts = [row.pop("prompt") for row in rows]
-        encoded = tokenizer(
-            texts, truncation=True, padding=False, max_length=max_prompt_length, add_special_tokens=add_special_tokens
-        )
-        ids, masks = encoded["input_ids"], encoded["attention_mask"]
+
+        def encoded(**truncation: Any) -> Any:
+            return tokenizer(texts, padding=False, add_special_tokens=add_special_tokens, **truncation)
+
+        cut, whole = encoded(truncation=True, max_length=max_prompt_length), encoded()["input_ids"]
+        ids, masks = cut["input_ids"], cut["attention_mask"]
+        long = [len(before) > len(after) for before, after in zip(whole, ids, strict=True)]
+        self.given = [
+            {"prompt": _decoded(tokenizer, tokens, add_special_tokens) if is_cut else text, **row}
+            for text, tokens, row, is_cut in zip(texts, ids, rows, long, strict=True)
+        ]
+        """The prompts as text, cut like their ids."""
+        if any(long):
+            lost = "end" if tokenizer.truncation_side == "right" else "beginning"
+            log.warning(
+                "%d of %d prompts were truncated to %d tokens: they lose their %s (tokenizer.truncation_side is %r)",
+                sum(long),
+                len(long),
+                max_prompt_length,
+                lost,
+                tokenizer.truncation_side,
+            )
         self.prompts = [
             {"input_ids": tokens, "attention_mask": mask, **row}
             for tokens, mask, row in zip(ids, masks, rows, strict=True)
@@ -172,6 +197,32 @@ class PromptPipeline(BasePipeline):
             sampler=sampler,
             drop_last=drop_last,
         )
+
+
+def _decoded(tokenizer: Any, ids: list[int], added: bool) -> str:
+    """Return the text of ids, without the special tokens that the tokenizer has added, if it has."""
+    return str(tokenizer.decode(ids, skip_special_tokens=added))
+
+
+def prompts_of(pipeline: Any, tokenizer: Any) -> list[Any]:
+    """Return the prompts of a pipeline as text with their columns; a list of prompts, checked.
+
+    Raises:
+        DataError: there are no prompts, or one is neither a string nor a dict with a ``prompt``.
+    """
+    if not isinstance(pipeline, BasePipeline):
+        return checked_prompts(pipeline)
+    if type(pipeline).create_loader is not PromptPipeline.create_loader:
+        say_once(f"{type(pipeline).__name__}.create_loader is not called: trainkit makes batches of prompts itself")
+    if isinstance(pipeline, PromptPipeline) and type(pipeline).__getitem__ is PromptPipeline.__getitem__:
+        return pipeline.given
+    rows = [dict(pipeline[index]) for index in range(len(pipeline))]  # a pipeline of one's own
+    texts = [_decoded(tokenizer, row.pop("input_ids"), added=True) if "input_ids" in row else None for row in rows]
+    for row in rows:
+        row.pop("attention_mask", None)
+    return checked_prompts(
+        [row if text is None else {"prompt": text, **row} for text, row in zip(texts, rows, strict=True)]
+    )
 
 
 def ilql_collate_fn(elems: Iterable[ILQLElement]) -> ILQLBatch:

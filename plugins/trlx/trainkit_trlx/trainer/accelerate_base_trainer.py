@@ -1,299 +1,264 @@
-"""What the trainers of trlX have in common."""
+"""The loop of trlX, for trainers of one's own that bring model, loss and data."""
 
 from __future__ import annotations
 
-import inspect
+import json
 import logging
+import math
 import os
-from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property, wraps
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from time import perf_counter
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from accelerate import Accelerator
+from transformers import AutoTokenizer
 
-import trainkit
-from trainkit import hookimpl
-from trainkit.errors import ConfigError, describe
-from trainkit.runs import free_directory
-from trainkit_migrate import framework, translate_sampling
-from trainkit_trlx.data.configs import TRLConfig, say_once
-from trainkit_trlx.models.modeling_base import base_from, checkpoint
-from trainkit_trlx.pipeline.offline_pipeline import checked_prompts
-from trainkit_trlx.trainer import register_trainer
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
+from trainkit.errors import ConfigError, NonFiniteError
+from trainkit_trlx.data.configs import TokenizerConfig, TRLConfig
+from trainkit_trlx.pipeline import MiniBatchIterator
+from trainkit_trlx.pipeline.offline_pipeline import PromptPipeline, checked_prompts
+from trainkit_trlx.trainer import BaseRLTrainer, register_trainer
+from trainkit_trlx.trainer.functions import prefixed, taking, taking_one
+from trainkit_trlx.utils import get_optimizer_class, get_scheduler_class, infinite_dataloader
+from trainkit_trlx.utils.modeling import flatten_dict, freeze_bottom_causal_layers, freeze_bottom_seq2seq_layers
 
 log = logging.getLogger(__name__)
 
 
-def taking(function: Callable[..., Any] | None, what: str) -> Callable[..., Any] | None:
-    """Return a function that is called with those of its arguments alone that ``function`` takes.
-
-    Functions for trlX need not take the tokenizer or further columns: it did not pass them everywhere.
-
-    Args:
-        function: takes its arguments by their names.
-        what: the argument that the function is, for messages.
-
-    Raises:
-        ConfigError: it is no function.
-    """
-    if function is None:
-        return None
-    if not callable(function):
-        raise ConfigError(f"{what} should be a function of samples, prompts and outputs; given {describe(function)}")
-    parameters = inspect.signature(function).parameters.values()
-    named = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    whole = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    needed = [each.name for each in parameters if each.default is each.empty and each.name in named]
-
-    @wraps(function)
-    def called(**given: Any) -> Any:
-        if missing := [name for name in needed if name not in given]:
-            raise TypeError(
-                f"{what} takes {', '.join(missing)}, and there is none: it is called with {', '.join(given)}, by name "
-                "(and with the columns of prompts that are dicts); rename its arguments"
-            )
-        return function(**(given if whole else {name: given[name] for name in named if name in given}))
-
-    return called
+def prepared_tokenizer(tokenizer: Any, config: TokenizerConfig) -> Any:
+    """Return a tokenizer with the sides of a configuration, and EOS for padding if it has no padding token."""
+    tokenizer.padding_side, tokenizer.truncation_side = config.padding_side, config.truncation_side
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
 
 
-def prefixed(metric_fn: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """Return a metric function whose metrics have ``metrics/`` before their names, as trlX logs them."""
-    called = taking(metric_fn, "metric_fn")
-    if metric_fn is None or called is None:
-        return None
-
-    @wraps(metric_fn)
-    def measured(**given: Any) -> Any:
-        found = called(**given)
-        if not isinstance(found, Mapping):
-            return found  # refused by trainkit
-        return {f"metrics/{name}": values for name, values in found.items()}
-
-    return measured
+def language_model(model: Any) -> Any:
+    """Return the language model below the heads of a model of trlX; one without heads as it is."""
+    return model.base_model if hasattr(model, "v_head") or hasattr(model, "ilql_heads") else model
 
 
-def forbidding(logit_mask: Any) -> Any:
-    """Return a mask of trlX, in which True forbids, as one of trainkit, in which True allows; None for None.
-
-    Raises:
-        ConfigError: it is no table of booleans, or forbids all tokens somewhere, so that it probably has the opposite
-            sense.
-    """
-    if logit_mask is None:
-        return None
-    allowed = "a bool tensor of shape [V, V], a row for each previous token, or [V]; True = forbidden"
-    try:
-        given = torch.as_tensor(logit_mask)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"logit_mask should be {allowed}; given {describe(logit_mask)}: {error}") from error
-    if given.dim() not in (1, 2) or given.shape[0] != given.shape[-1]:
-        raise ConfigError(f"logit_mask should be {allowed}; given {given.dtype} {tuple(given.shape)}")
-    forbidden = given.bool()
-    if not torch.equal(forbidden.to(given.dtype), given):
-        raise ConfigError(
-            f"logit_mask should be {allowed}; given {given.dtype} with other values than 0 and 1; write what is "
-            "forbidden, such as scores < 0"
-        )
-    if forbidden.all(-1).any():
-        raise ConfigError(
-            "logit_mask is True at every token after some token, and True = forbidden, as in trlX; if it should mean "
-            "allowed, give ~logit_mask, else leave at least EOS False there"
-        )
-    return ~forbidden
+def _sum(values: Any) -> float:
+    return float(torch.as_tensor(values, dtype=torch.float64).sum())
 
 
-def taking_one(function: Any, what: str, argument: str) -> Any:
-    """Return a function that `learn` calls, if it takes one argument.
+@register_trainer
+class AccelerateRLTrainer(BaseRLTrainer):
+    """Base class of all trainers. A trainer of one's own implements `get_arch` and `loss`, and fills ``store``.
 
-    Raises:
-        ConfigError: it is no function, or takes other arguments.
-    """
-    if function is None:
-        return None
-    try:
-        inspect.signature(function).bind(None)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{what} is called with one argument, {argument}; given {describe(function)}: {error}"
-        ) from error
-    return function
-
-
-class Observer:
-    """Calls the functions that `learn` of trlX takes."""
-
-    def __init__(self) -> None:
-        self.log_fn: Callable[[dict[str, float]], Any] | None = None
-        self.save_fn: Callable[[str], Any] | None = None
-        self.eval_fn: Callable[[dict[str, float]], Any] | None = None
-
-    @hookimpl
-    def log_metrics(self, metrics: dict[str, float]) -> None:
-        """Call ``log_fn`` with the metrics."""
-        if self.log_fn is not None:
-            self.log_fn(metrics)
-
-    @hookimpl
-    def on_save(self, path: Path) -> None:
-        """Call ``save_fn`` with the directory of the checkpoint."""
-        if self.save_fn is not None:
-            self.save_fn(str(path))
-
-    @hookimpl
-    def on_evaluate(self, metrics: dict[str, float]) -> None:
-        """Call ``eval_fn`` with the metrics of the evaluation."""
-        if self.eval_fn is not None:
-            self.eval_fn(metrics)
-
-
-class OfTrlx:
-    """The arguments and methods of trlX, before a trainer of trainkit in the order of inheritance.
+    `learn` calls its methods in the order of trlX, on accelerate. Its checkpoints are those of accelerate: a run that
+    is resumed has neither the order of the data nor the rollouts of the first one, as in trlX. Trainers that derive
+    from `AcceleratePPOTrainer` and its like are run by trainkit.
 
     Args:
-        config: the configuration of trlX.
-        reward_fn: scores samples.
-        metric_fn: measures samples at evaluations.
-        logit_mask: bool [V, V] (row: the previous token), True = forbidden, unlike in trainkit.
-        stop_sequences: strings that end a response.
-        train_mode: without effect.
-        sharding: how the model is divided among processes, ``train.sharding`` of trainkit; trlX left it to accelerate.
-        **kwargs: arguments of trainkit's trainer, such as ``tokenizer``.
+        config: the configuration; its method may be a registered class of one's own.
+        **kwargs: those of `BaseRLTrainer`.
     """
 
-    if TYPE_CHECKING:
-        model_config: Any
-        config: trainkit.TRLConfig[Any]
-        tokenizer: Any
+    n_inner_epochs: Any = 1
+    """The passes over the store in an epoch."""
+    generate_experience_kwargs: dict[str, Any] | None
 
-    def __init__(
-        self,
-        config: TRLConfig,
-        reward_fn: Callable[..., Any] | None = None,
-        metric_fn: Callable[..., Any] | None = None,
-        logit_mask: Tensor | None = None,
-        stop_sequences: list[str] | None = None,
-        train_mode: bool = False,
-        sharding: Any = None,
-        **kwargs: Any,
-    ) -> None:
-        if not isinstance(config, TRLConfig):
+    def __init__(self, config: TRLConfig, **kwargs: Any) -> None:
+        super().__init__(config, **kwargs)
+        train, method = config.train, config.method
+        self.set_sizes()
+        if train.batch_size % self.mb_size:
             raise ConfigError(
-                f"config should be a TRLConfig; given {describe(config)}; write TRLConfig.from_dict(config)"
+                f"train.minibatch_size is {self.mb_size}, and train.batch_size {train.batch_size}; give a divisor of it"
             )
-        translated, model = config.translated(metric_fn is not None), config.model.model_path
-        if sharding is not None:
-            translated = translated.evolve(train={"sharding": sharding})
-        if hasattr(model, "model_type") and hasattr(model, "to_dict"):  # a transformers config: random weights
-            translated = translated.evolve(
-                model={"model_path": {**model.to_diff_dict(), "model_type": model.model_type}}
+        self.iter_count = self.nth_evaluation = self.total_steps = 0
+        self.accelerator = Accelerator(log_with=train.tracker, project_dir=train.logging_dir or train.checkpoint_dir)
+        launched = int(os.environ.get("WORLD_SIZE", 1))
+        if launched != self.accelerator.num_processes:
+            raise ConfigError(
+                f"{launched} processes were launched, and accelerate treats each as a separate run; launch with "
+                "'accelerate launch', or on CPUs set ACCELERATE_USE_CPU=true"
             )
-        elif isinstance(model, str) and checkpoint(model):
-            made = self.from_checkpoint(model, config.model.model_arch_type == "seq2seq")
-            if made is not None:
-                kwargs["model"] = made
-                translated = translated.evolve(model={"model_path": None})
-        elif not isinstance(model, str):
-            kwargs["model"] = model
-        if translated.train.resume is None and int(os.environ.get("WORLD_SIZE", 1)) == 1:
-            translated = translated.evolve(train={"run_dir": free_directory(config.train.checkpoint_dir)})
-        self._observer = Observer()
-        callbacks = [self._observer, *kwargs.pop("callbacks", ())]
-        super().__init__(  # type: ignore[call-arg]
-            translated,
-            reward_fn=taking(reward_fn, "reward_fn"),
-            metric_fn=prefixed(metric_fn),
-            logit_mask=forbidding(logit_mask),
-            stop_sequences=stop_sequences or None,
-            callbacks=callbacks,
-            **kwargs,
+        path, more = config.tokenizer.tokenizer_path, config.tokenizer.tokenizer_extra_configs
+        self.tokenizer = prepared_tokenizer(AutoTokenizer.from_pretrained(path, **more), config.tokenizer)
+        ends = {"eos_token_id": self.tokenizer.eos_token_id, "pad_token_id": self.tokenizer.pad_token_id}
+        self.generate_kwargs: dict[str, Any] = {**ends, **getattr(method, "gen_kwargs", {})}
+        apart = getattr(method, "gen_experience_kwargs", None)
+        self.generate_experience_kwargs = None if apart is None else {**ends, **apart}
+        self.eval_dataloader: Any = None
+        self.model: Any = self.setup_model()
+        self.opt: Any = self.setup_optimizer()
+        self.scheduler: Any = self.setup_scheduler()
+        if train.tracker is not None:
+            names = {"entity": train.entity_name, "group": train.group_name, "name": train.run_name, "tags": train.tags}
+            self.accelerator.init_trackers(
+                train.project_name,
+                config={k: v for k, v in flatten_dict(config.to_dict()).items() if isinstance(v, int | float | str)},
+                init_kwargs={"wandb": {name: value for name, value in names.items() if value}},
+            )
+
+    # ------------------------------------------------------------------------------------- what a trainer implements
+
+    def get_arch(self, config: TRLConfig) -> Any:
+        """Return the model."""
+        raise NotImplementedError(f"{type(self).__name__} has no get_arch(config); write it: it returns the model")
+
+    def loss(self, batch: Any) -> tuple[Any, dict[str, Any]]:
+        """Return the loss [] of a micro-batch, a mean over its rows, and statistics by name."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no loss(batch); write it: it returns the loss and a dict of statistics"
         )
-        found = "seq2seq" if self.model_config.is_encoder_decoder else "causal"
-        if config.model.model_arch_type != found:
-            log.warning(
-                "model.model_arch_type is %r, and the model is trained as %r, which its own configuration says",
-                config.model.model_arch_type,
-                found,
+
+    def create_train_dataloader(self) -> Any:
+        """Return a loader of batches for one pass; by default of those of the store, shuffled."""
+        if self.store is None or not len(self.store):
+            raise ConfigError(
+                f"{type(self).__name__} has nothing to train on: fill self.store in make_experience, or write "
+                "create_train_dataloader"
             )
+        return self.accelerator.prepare(self.store.create_loader(self.config.train.batch_size, shuffle=True))
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Say which methods of a trainer of one's own trlX calls and trainkit does not, with those that it calls."""
-        super().__init_subclass__(**kwargs)
-        for path, name in framework("trlx").names.items():
-            owner, _, method = path.rpartition(".")
-            bases = {base.__name__ for base in cls.__mro__[1:]}
-            if name.kind == "equivalent" and method in vars(cls) and owner.rpartition(".")[2] in bases:
-                log.warning("%s.%s is not called; its place has %s", cls.__name__, method, name.text)
+    def prepare_learning(self) -> None:
+        """Prepare model, optimizer and prompts of evaluations for accelerate, and set ``total_steps``."""
+        self.model, self.opt = self.accelerator.prepare(self.model, self.opt)
+        if self.eval_pipeline is not None:
+            loader = self.eval_pipeline.create_loader(self.config.train.batch_size)
+            self.eval_dataloader = self.accelerator.prepare_data_loader(loader)
+        steps = self.config.train.epochs * self.n_inner_epochs * len(self.create_train_dataloader())
+        self.total_steps = min(steps, self.config.train.total_steps)
 
-    @staticmethod
-    def from_checkpoint(path: str, seq2seq: bool) -> Any:
-        """Return the model that trlX has saved in a directory, as the argument ``model`` of trainkit's trainer.
+    def post_backward_callback(self) -> None:
+        """Do nothing; called after each pass over the store."""
 
-        None: trainkit can load it from the directory.
-        """
-        base = base_from(path, checkpoint(path), AutoModelForSeq2SeqLM if seq2seq else AutoModelForCausalLM)
-        return None if base is path else base
+    def post_epoch_callback(self) -> None:
+        """Do nothing; called after all passes of an epoch."""
 
-    @cached_property
-    def model(self) -> Any:
-        """The model that is trained, as trlX has it: with a value head or heads of ILQL around a language model."""
-        return cast(Any, self).unwrapped.model
+    # -------------------------------------------------------------------------------------------------- construction
 
-    def add_prompt_pipeline(self, pipeline: Any) -> None:
-        """Set the prompts to train on: a `PromptPipeline`, or the prompts."""
-        cast(Any, super()).add_prompt_pipeline(checked_prompts(getattr(pipeline, "given", pipeline)))
+    def set_sizes(self) -> None:
+        """Set the attributes that trlX has of the configuration."""
+        train = self.config.train
+        self.max_length, self.mb_size = train.seq_length, train.minibatch_size or train.batch_size
+        self.num_mb = train.batch_size // self.mb_size
+
+    def setup_model(self) -> Any:
+        """Return the model of `get_arch`, with the lower layers frozen that the configuration names."""
+        model, config = self.get_arch(self.config), self.config.model
+        inner = language_model(model)
+        if config.peft_config is None:
+            seq2seq = config.model_arch_type == "seq2seq"
+            freeze = freeze_bottom_seq2seq_layers if seq2seq else freeze_bottom_causal_layers
+            freeze(inner, config.num_layers_unfrozen)
+        return model
+
+    def setup_optimizer(self) -> Any:
+        """Return the optimizer of the configuration."""
+        make = get_optimizer_class(self.config.optimizer.name)  # type: ignore[arg-type]
+        return make(self.model.parameters(), **self.config.optimizer.kwargs)
+
+    def setup_scheduler(self) -> Any:
+        """Return the learning-rate schedule of the configuration."""
+        return get_scheduler_class(self.config.scheduler.name)(self.opt, **self.config.scheduler.kwargs)  # type: ignore[arg-type]
 
     def add_eval_pipeline(self, eval_pipeline: Any) -> None:
-        """Set the prompts of evaluations: a `PromptPipeline`, or the prompts."""
-        cast(Any, super()).add_eval_pipeline(checked_prompts(getattr(eval_pipeline, "given", eval_pipeline)))
+        """Set the prompts of evaluations: a pipeline, or the prompts."""
+        self.eval_pipeline = self._pipeline(eval_pipeline)
+
+    def add_prompt_pipeline(self, pipeline: Any) -> None:
+        """Set the prompts to sample from, of which ``prompt_iterator`` gives batches without end."""
+        size = getattr(self.config.method, "chunk_size", self.config.train.batch_size)
+        loader = self.accelerator.prepare_data_loader(self._pipeline(pipeline).create_loader(size, shuffle=True))
+        self.prompt_iterator = infinite_dataloader(loader)
+
+    def _pipeline(self, given: Any) -> Any:
+        if hasattr(given, "create_loader"):
+            return given
+        room = self.max_length - self.generate_kwargs.get("max_new_tokens", 0)
+        return PromptPipeline(checked_prompts(given), room, self.tokenizer)
+
+    # ------------------------------------------------------------------------------------------ sampling and decoding
 
     def generate(self, input_ids: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
-        """Return prompts and responses as token ids [B, T], padded with the padding id as `generate` of transformers.
+        """Return prompts and responses as token ids [B, T], by the model's own ``generate``.
 
         Args:
             input_ids: [B, P].
             attention_mask: [B, P], which of ``input_ids`` are real.
-            **kwargs: arguments of `generate` of transformers, over those of the configuration.
-
-        Raises:
-            ConfigError: an argument has no counterpart in trainkit.
+            **kwargs: its arguments, over ``generate_experience_kwargs`` or, without these, ``generate_kwargs``.
         """
-        found = translate_sampling(kwargs)
-        if found.refused:
-            raise ConfigError("arguments without counterpart:\n  " + "\n  ".join(map(str, found.refused)))
-        for remark in found.remarks:
-            say_once(f"generate(): {remark}")
-        rollouts = cast(Any, super()).generate(input_ids=input_ids, attention_mask=attention_mask, **found.config)
-        sequences = rollouts.sequences
-        real = sequences.attention_mask
-        return sequences.input_ids.masked_fill(~real, self.tokenizer.pad_token_id)
+        return self._generated(
+            input_ids, attention_mask, {**(self.generate_experience_kwargs or self.generate_kwargs), **kwargs}
+        )
 
     def generate_eval(self, input_ids: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
-        """Return what `generate` does, with the sampling settings of evaluations."""
-        swept = self.config.rollout.eval_kwargs.items()
-        settings = {name: value[0] if isinstance(value, list) else value for name, value in swept}
-        return self.generate(input_ids, attention_mask, **{**settings, **kwargs})
+        """Return what `generate` does, with the arguments of evaluations, ``generate_kwargs``."""
+        return self._generated(input_ids, attention_mask, {**self.generate_kwargs, **kwargs})
 
-    def compared(self, found: Mapping[str, float]) -> float | None:
-        """Return the reward of an evaluation, or ``reward`` of the metric function; None if there is neither."""
-        names = ("eval/reward", "eval/metrics/reward")
-        values = [value for name in names for key, value in found.items() if key == name or key.startswith(f"{name}@")]
-        if not values:
-            say_once(
-                "train.save_best has no effect: evaluations are compared by the reward function or by reward of "
-                f"metric_fn, and have {', '.join(sorted(found))}"
-            )
-        return values[0] if values else None
+    @torch.no_grad()
+    def _generated(self, input_ids: Any, attention_mask: Any, kwargs: dict[str, Any]) -> Any:
+        device, model = self.accelerator.device, self.accelerator.unwrap_model(self.model)
+        mask = attention_mask if attention_mask is None else attention_mask.to(device)
+        return model.generate(input_ids=input_ids.to(device), attention_mask=mask, **kwargs)
 
-    def load(self, directory: str | Path | None = None) -> None:
-        """Restore a checkpoint, or the newest one under a directory, by default that of the run."""
-        cast(Any, super()).load(directory or self.config.train.run_dir)
+    def decode(
+        self, prompts: Any, samples: Any, prompt_sizes: Any = None, append_eos_token: bool = False
+    ) -> tuple[list[str], list[str], list[str]]:
+        """Decode token ids to (samples, prompts, outputs), with outputs cut at the first stop sequence.
+
+        Args:
+            prompts: ids of the prompts [B, P], or a list of them.
+            samples: ids of prompt and response, of an encoder-decoder those of the response; [B, T] or a list.
+            prompt_sizes: how many ids of each sample are its prompt; the width of the prompts without it.
+            append_eos_token: whether EOS stands after outputs that ended with it or were cut at a stop sequence.
+        """
+        tokenizer, seq2seq = self.tokenizer, self.config.model.model_arch_type == "seq2seq"
+        sizes = [len(prompt) for prompt in prompts] if prompt_sizes is None else prompt_sizes
+        asked = [
+            tokenizer.decode(ids[:size], skip_special_tokens=True) for ids, size in zip(prompts, sizes, strict=True)
+        ]
+        outputs = []
+        for ids, size in zip(samples, sizes, strict=True):
+            written = ids if seq2seq else ids[size:]
+            text = whole = tokenizer.decode(written, skip_special_tokens=True)
+            for stop in self.stop_sequences or ():
+                text = text.split(stop)[0].rstrip() if stop in text else text
+            ended = len(written) > 0 and int(written[-1]) in (tokenizer.eos_token_id, tokenizer.pad_token_id)
+            outputs.append(text + tokenizer.eos_token if append_eos_token and (ended or text != whole) else text)
+        between = (tokenizer.sep_token or "<sep>") if seq2seq else ""
+        return [prompt + between + text for prompt, text in zip(asked, outputs, strict=True)], asked, outputs
+
+    # ------------------------------------------------------------------------------------------------------ training
+
+    def evaluate(self) -> dict[str, float]:
+        """Sample responses to the evaluation prompts, and return means of reward and metric function by name."""
+        if self.eval_dataloader is None:
+            return {}
+        swept = [name for name, value in self.generate_kwargs.items() if isinstance(value, list)][:1]
+        stats: dict[str, float] = {}
+        for value in self.generate_kwargs[swept[0]] if swept else [None]:
+            chosen, suffix = ({swept[0]: value}, f"@{swept[0]}={value}") if swept else ({}, "")
+            stats |= self._evaluated(chosen, suffix)
+        self.nth_evaluation += 1
+        return stats
+
+    def _evaluated(self, chosen: dict[str, Any], suffix: str) -> dict[str, float]:
+        started, rows = perf_counter(), list[tuple[list[int], list[int], dict[str, Any]]]()
+        for batch in self.eval_dataloader:
+            columns = {name: values for name, values in batch.items() if name not in ("input_ids", "attention_mask")}
+            samples = self.generate_eval(batch["input_ids"], batch["attention_mask"], **chosen)
+            prompts = batch["input_ids"].tolist()
+            further = [{name: values[at] for name, values in columns.items()} for at in range(len(prompts))]
+            mine = list(zip(prompts, samples.tolist(), further, strict=True))
+            rows += self.accelerator.gather_for_metrics(mine, use_gather_object=True)  # each row once
+        texts = self.decode([prompt for prompt, *_ in rows], [sample for _, sample, _ in rows])
+        given: dict[str, Any] = dict(zip(("samples", "prompts", "outputs"), texts, strict=True))
+        given |= {name: [columns[name] for *_, columns in rows] for name in rows[0][2]}
+        stats = {f"time/generate{suffix}": perf_counter() - started}
+        if (reward_fn := taking(self.reward_fn, "reward_fn")) is not None:
+            scores = [_sum(score) for score in reward_fn(**given, tokenizer=self.tokenizer)]
+            stats[f"reward/mean{suffix}"] = sum(scores) / len(scores)
+        if (metric_fn := prefixed(self.metric_fn)) is not None:
+            found = metric_fn(**given, tokenizer=self.tokenizer)
+            stats |= {f"{name}{suffix}": _sum(xs) / max(torch.as_tensor(xs).numel(), 1) for name, xs in found.items()}
+        return stats
 
     def learn(
         self,
@@ -301,59 +266,120 @@ class OfTrlx:
         save_fn: Callable[[str], Any] | None = None,
         eval_fn: Callable[[dict[str, float]], Any] | None = None,
     ) -> None:
-        """Train to the end.
+        """Train for ``config.train.epochs`` epochs, or ``total_steps`` steps if these are fewer.
 
         Args:
-            log_fn: called with the metrics whenever they are logged.
+            log_fn: called with the statistics of every step and every evaluation.
             save_fn: called with the directory of every checkpoint.
-            eval_fn: called with the metrics of every evaluation.
+            eval_fn: called with the statistics of every evaluation.
 
         Raises:
-            ConfigError: one of them takes other arguments.
+            ConfigError: one of them takes other arguments, or there is nothing to train on.
+            NonFiniteError: a loss is not finite.
         """
-        self._observer.log_fn = taking_one(log_fn, "log_fn", "the metrics by their names")
-        self._observer.save_fn = taking_one(save_fn, "save_fn", "the directory of the checkpoint")
-        self._observer.eval_fn = taking_one(eval_fn, "eval_fn", "the metrics of the evaluation")
-        cast(Any, super()).learn()
+        self._log = taking_one(log_fn, "log_fn", "the metrics by their names")
+        self._saved = taking_one(save_fn, "save_fn", "the directory of the checkpoint")
+        self._evaluated_fn = taking_one(eval_fn, "eval_fn", "the metrics of the evaluation")
+        self._best = -math.inf
+        self.prepare_learning()
+        self.total_steps = self.total_steps or self.config.train.total_steps
+        if self.config.train.resume_from_checkpoint is not None:
+            self.load(self.config.train.resume_from_checkpoint)
+        self._measure()
+        for _ in range(self.config.train.epochs):
+            for _ in range(int(self.n_inner_epochs)):
+                for parts in MiniBatchIterator(self.create_train_dataloader(), self.mb_size, self.num_mb):
+                    self._follow(self._step(parts))
+                    if self.iter_count >= self.total_steps:
+                        return self._close()
+                self.post_backward_callback()
+            self.post_epoch_callback()
+        return self._close()
 
+    def _close(self) -> None:
+        """Close the trackers; the processes stay connected."""
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
 
-class Online(OfTrlx):
-    """A trainer that learns from what it samples."""
+    def _follow(self, stats: dict[str, float]) -> None:
+        """Save, log and evaluate after a step, where that is due."""
+        train, done = self.config.train, self.iter_count >= self.total_steps
+        if done or self.iter_count % train.checkpoint_interval == 0:
+            self._checkpoint(f"checkpoint_{self.iter_count:0{len(str(self.total_steps))}d}")
+        self._tell(stats)
+        if done or self.iter_count % train.eval_interval == 0:
+            found = self._measure()
+            value = found.get("reward/mean", found.get("metrics/reward", -math.inf))
+            if train.save_best and value > self._best:
+                self._best = value
+                self._checkpoint("best_checkpoint")
 
-    def make_experience(self, *arguments: Any, **named: Any) -> Any:
-        """Do nothing: `learn` samples by itself. trainkit calls this method with its rollouts.
+    def _measure(self) -> dict[str, float]:
+        """Evaluate, and tell the result."""
+        if found := self.evaluate():
+            self._tell(found)
+            if self._evaluated_fn is not None:
+                self._evaluated_fn(found)
+        return found
 
-        The arguments of trlX are ``(num_rollouts, iter_count)``.
+    def _tell(self, stats: dict[str, float]) -> None:
+        self.accelerator.log(stats, step=self.iter_count)
+        if self._log is not None:
+            self._log(stats)
+
+    def _step(self, parts: list[Any]) -> dict[str, float]:
+        """Make an optimizer step, with the gradient of the mean over the rows of all parts; return the statistics."""
+        columns = [dict(part) if hasattr(part, "keys") else vars(part) for part in parts]
+        sizes = [len(next(iter(each.values()))) for each in columns]
+        total, stats = sum(sizes), dict[str, float]()
+        for part, size in zip(parts, sizes, strict=True):
+            self.model.train()
+            loss, found = self.loss(part)
+            if not torch.isfinite(loss):
+                raise NonFiniteError(f"step {self.iter_count + 1}: the loss of {type(self).__name__} is {float(loss)}")
+            self.accelerator.backward(loss * (size / total))
+            self.model.eval()
+            for name, value in found.items():
+                stats[name] = stats.get(name, 0.0) + float(value) * size / total
+        self.opt.step()
+        self.opt.zero_grad()
+        self.scheduler.step()
+        self.iter_count += 1
+        rates = {f"learning_rate_group_{n}": float(rate) for n, rate in enumerate(self.scheduler.get_last_lr())}
+        return {**stats, **rates}
+
+    # -------------------------------------------------------------------------------------------------------- saving
+
+    def _checkpoint(self, name: str) -> None:
+        directory = str(Path(self.config.train.checkpoint_dir) / name)
+        if self.config.train.save_optimizer:
+            self.save(directory)
+        self.save_pretrained(str(Path(directory) / "hf_model"))
+        if self._saved is not None:
+            self._saved(directory)
+
+    def save_pretrained(self, directory: str | None = None, **kwargs: Any) -> None:
+        """Write model and tokenizer, by default to ``hf_model`` in the directory of checkpoints.
+
+        Args:
+            directory: where they are written.
+            **kwargs: arguments of the model's own ``save_pretrained``.
         """
-        if named or all(isinstance(argument, int) for argument in arguments):
-            say_once("make_experience() has no effect: learn() samples by itself, method.num_rollouts at a time")
-            return None
-        return cast(Any, super()).make_experience(*arguments)
+        target = directory or str(Path(self.config.train.checkpoint_dir) / "hf_model")
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            self.accelerator.unwrap_model(self.model).save_pretrained(target, **kwargs)
+            self.tokenizer.save_pretrained(target)
 
+    def save(self, directory: str | None = None, **kwargs: Any) -> None:
+        """Write the state of accelerate, and the number of steps; ``kwargs`` are those of ``save_state``."""
+        target = Path(directory or self.config.train.checkpoint_dir)
+        self.accelerator.save_state(str(target), **{"safe_serialization": False, **kwargs})  # weights may be tied
+        if self.accelerator.is_main_process:
+            (target / "state.json").write_text(json.dumps({"iter_count": self.iter_count}), encoding="utf-8")
 
-class Offline(OfTrlx):
-    """A trainer that learns from samples."""
-
-    def make_experience(self, samples: Any, *arguments: Any, **named: Any) -> Any:
-        """Set the samples to train on: ``(samples, seq_length)`` or ``(samples, rewards, max_length)``.
-
-        Samples are cut to ``train.seq_length``. trainkit calls this method with one argument, its rows, and gets the
-        batch of them.
-        """
-        if not arguments and not named:
-            return cast(Any, super()).make_experience(samples)
-        rewards = named.get("rewards", arguments[0] if arguments and not isinstance(arguments[0], int) else None)
-        cast(Any, self).add_samples([self._turns(sample, rewards is not None) for sample in samples], rewards)
-        return None
-
-    def _turns(self, sample: Any, rewarded: bool) -> Any:
-        """Return a sample as trainkit takes it: with rewards, a single string follows the beginning token."""
-        if isinstance(sample, str):
-            start = self.tokenizer.bos_token or self.tokenizer.eos_token
-            return (start, sample) if rewarded else sample
-        return tuple(sample) if isinstance(sample, Iterable) and not hasattr(sample, "keys") else sample
-
-
-@register_trainer
-class AccelerateRLTrainer(OfTrlx, trainkit.AccelerateRLTrainer[Any]):  # type: ignore[misc]
-    """Base class of trainers of one's own, with the arguments of trlX."""
+    def load(self, directory: str | None = None, **kwargs: Any) -> None:
+        """Restore what `save` has written; ``kwargs`` are those of ``load_state``. Call it after `prepare_learning`."""
+        source = Path(directory or self.config.train.checkpoint_dir)
+        self.accelerator.load_state(str(source), **kwargs)
+        self.iter_count = json.loads((source / "state.json").read_text(encoding="utf-8"))["iter_count"]

@@ -4,22 +4,39 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from functools import cached_property
-from typing import Any
+from dataclasses import fields
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainkit import Sequences, get_trainer
 from trainkit import functional as F
-from trainkit import get_trainer
+from trainkit.errors import ConfigError
 from trainkit_trlx.data.configs import TRLConfig
-from trainkit_trlx.models.modeling_base import load
+from trainkit_trlx.data.ilql_types import ILQLBatch, ILQLElement
+from trainkit_trlx.models.modeling_base import load, new_model
 from trainkit_trlx.models.modeling_ilql import AutoModelForCausalLMWithILQLHeads, AutoModelForSeq2SeqLMWithILQLHeads
-from trainkit_trlx.pipeline.offline_pipeline import ILQLRolloutStorage, tokenize_dialogue
+from trainkit_trlx.pipeline.offline_pipeline import (
+    IGNORED,
+    ILQLRolloutStorage,
+    ilql_collate_fn,
+    tokenize_dialogue,
+)
 from trainkit_trlx.trainer import register_trainer
-from trainkit_trlx.trainer.accelerate_base_trainer import Offline
+from trainkit_trlx.trainer.offline import Offline, Samples
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Trainer: Any = get_trainer("ilql")
+Experience: Any = import_module(Trainer.__module__).ILQLBatch
 log = logging.getLogger(__name__)
+APART = (
+    "batches and the store of ILQL are those of causal models here, and the model is an encoder-decoder; a trainer "
+    "that derives from AccelerateRLTrainer can make ILQLSeq2SeqRolloutStorage and have a loss of its own"
+)
+"""Why there is no batch of an encoder-decoder."""
 
 
 def make_experience(
@@ -41,7 +58,13 @@ def make_experience(
         verbose: whether the number of samples is logged.
     """
     dialogues = samples if tokenizer is None else [tokenize_dialogue(each, tokenizer, max_length) for each in samples]
-    rows = [_indexed(dialogue) for dialogue in dialogues]
+    rows = [
+        _indexed(
+            torch.tensor([token for message in dialogue for token in message.tokens]),
+            torch.tensor([message.is_output for message in dialogue for _ in message.tokens]),
+        )
+        for dialogue in dialogues
+    ]
     returns = torch.tensor(rewards, dtype=torch.float32)
     scores = F.whiten(returns, torch.ones_like(returns, dtype=torch.bool))
     for row, score in zip(rows, scores, strict=True):
@@ -51,10 +74,11 @@ def make_experience(
     return ILQLRolloutStorage(**{name: [row[name] for row in rows] for name in rows[0]})
 
 
-def _indexed(dialogue: list[Any]) -> dict[str, torch.Tensor]:
-    """Return token ids [T] with the positions before which outputs are chosen, the actions [A], and states [A + 1]."""
-    ids = torch.tensor([token for message in dialogue for token in message.tokens])
-    output = torch.tensor([message.is_output for message in dialogue for _ in message.tokens])
+def _indexed(ids: Tensor, output: Tensor) -> dict[str, Tensor]:
+    """Return token ids [T] with the positions before which outputs are chosen, the actions [A], and states [A + 1].
+
+    ``output`` [T] marks the tokens of outputs.
+    """
     actions = output.nonzero().squeeze(-1) - 1
     states = torch.cat([actions, torch.tensor([len(ids) - 1])])
     dones = torch.ones_like(states)
@@ -76,17 +100,10 @@ def _ours(name: str) -> str:
     return ".".join([*path, {"0": "hidden", "2": last}[layer], kind])
 
 
-@register_trainer
-class AccelerateILQLTrainer(Offline, Trainer):  # type: ignore[misc]
-    """Trainer of ILQL."""
+class ILQL(Samples, Trainer):  # type: ignore[misc]
+    """trainkit's ILQL for trlX's, with the heads of a checkpoint of trlX."""
 
-    @staticmethod
-    def from_checkpoint(path: str, seq2seq: bool) -> Any:
-        """Return the language model that trlX has saved in a directory, with its heads."""
-        made = AutoModelForSeq2SeqLMWithILQLHeads if seq2seq else AutoModelForCausalLMWithILQLHeads
-        return made.from_pretrained(path, is_trainable=True)
-
-    def __init__(self, config: TRLConfig, **kwargs: Any) -> None:
+    def __init__(self, config: Any, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
         given: Any = self.live_model
         self._saved: Any = getattr(given, "ilql_heads", None)
@@ -100,11 +117,68 @@ class AccelerateILQLTrainer(Offline, Trainer):  # type: ignore[misc]
             load(policy.head, ours, "the checkpoint")
         return policy
 
-    @cached_property
-    def model(self) -> Any:
-        """The language model with the heads of ILQL, which are trained."""
-        policy = self.unwrapped
-        method, seq2seq = self.method, policy.model.config.is_encoder_decoder
+    def as_trlx(self, batch: Any) -> ILQLBatch:
+        """Return samples with the positions of states and actions.
+
+        Raises:
+            ConfigError: the model is an encoder-decoder.
+        """
+        if self.model_config.is_encoder_decoder:
+            raise ConfigError(APART)
+        sequences, rows = batch.sequences, []
+        for ids, real, chosen, rewards in zip(
+            sequences.input_ids, sequences.attention_mask, sequences.response_mask, batch.rewards, strict=True
+        ):
+            rows.append(ILQLElement(**{**_indexed(ids[real], chosen[real]), "rewards": rewards[chosen]}))
+        return ilql_collate_fn(rows)
+
+    def from_trlx(self, batch: ILQLBatch) -> Any:
+        """Return samples of trlX as sequences with rewards [B, T]."""
+        rows, chosen, rewards = [], [], []
+        for ids, real, given, actions, dones in zip(
+            batch.input_ids, batch.attention_mask.bool(), batch.rewards, batch.actions_ixs, batch.dones, strict=True
+        ):
+            places = actions[: int(dones.sum())] + 1
+            mask = torch.zeros_like(real).index_fill(0, places, True)
+            rows.append(ids[real].tolist())
+            chosen.append(mask[real].tolist())
+            rewards.append(given[: len(places)])
+        sequences = Sequences.from_rows(rows, chosen).to(batch.input_ids.device)
+        placed = torch.zeros(sequences.input_ids.shape, device=sequences.input_ids.device)
+        return Experience(sequences, placed.masked_scatter(sequences.response_mask, torch.cat(rewards)))
+
+
+@register_trainer
+class AccelerateILQLTrainer(Offline):
+    """Trainer of ILQL."""
+
+    engine, algorithm = ILQL, "ilql"
+    fields = tuple(each.name for each in fields(ILQLBatch))
+
+    @property
+    def ilql(self) -> Any:
+        """The settings of ILQL, with their loss."""
+        return self.config.method
+
+    @staticmethod
+    def from_checkpoint(path: str, seq2seq: bool) -> Any:
+        """Return the language model that trlX has saved in a directory, with its heads."""
+        made = AutoModelForSeq2SeqLMWithILQLHeads if seq2seq else AutoModelForCausalLMWithILQLHeads
+        return made.from_pretrained(path, is_trainable=True)
+
+    def get_arch(self, config: TRLConfig) -> Any:
+        """Return a new language model with heads, whose weights trainkit trains if this is overridden."""
+        method: Any = config.method
+        return new_model(
+            (AutoModelForCausalLMWithILQLHeads, AutoModelForSeq2SeqLMWithILQLHeads),
+            config.model,
+            two_qs=method.two_qs,
+            alpha=method.alpha,
+        )
+
+    def wrapped_model(self, policy: Any) -> Any:
+        """Return the language model with the heads of ILQL, which are trained."""
+        method, seq2seq = self.trainer.method, policy.model.config.is_encoder_decoder
         cls = AutoModelForSeq2SeqLMWithILQLHeads if seq2seq else AutoModelForCausalLMWithILQLHeads
         made = cls(policy.model, two_qs=method.two_qs, alpha=method.alpha)
         trained = policy.head.state_dict(keep_vars=True)
@@ -112,6 +186,30 @@ class AccelerateILQLTrainer(Offline, Trainer):  # type: ignore[misc]
         made.ilql_heads.load_state_dict(heads, assign=True)
         return made
 
+    def make_experience(self, samples: Any, rewards: Any, max_length: int = 2048) -> None:
+        """Set the samples to train on, of at most ``max_length`` tokens, and their rewards."""
+        self.set_samples(samples, rewards, max_length)
+
     def make_experience_seq2seq(self, samples: Any, rewards: Any, max_length: int = 2048) -> None:
         """Set the samples to train on, as `make_experience`: trainkit knows whether the model is an encoder-decoder."""
         self.make_experience(samples, rewards, max_length)
+
+    def new_store(self, samples: list[Any], rewards: Any, max_length: int) -> ILQLRolloutStorage:
+        """Return the samples, tokenised, with normalised rewards.
+
+        Raises:
+            ConfigError: the model is an encoder-decoder.
+        """
+        if self.trainer.model_config.is_encoder_decoder:
+            raise ConfigError(APART)
+        return make_experience(samples, rewards, self.tokenizer, max_length, verbose=False)
+
+    def samples_of(self, store: Any) -> tuple[list[Any], list[float]]:
+        """Return the samples of a store, tokenised, with the sum of the rewards of each."""
+        rows = []
+        for item in store:
+            labels = torch.full_like(item.input_ids, IGNORED)
+            places = item.actions_ixs + 1
+            labels[places] = item.input_ids[places]
+            rows.append({"input_ids": item.input_ids.tolist(), "labels": labels.tolist()})
+        return rows, [float(item.rewards.sum()) for item in store]

@@ -2,34 +2,61 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from trainkit import get_trainer
+import torch
+
+from trainkit import Sequences, get_trainer
+from trainkit import functional as F
+from trainkit.errors import ConfigError, DataError, describe
+from trainkit.metrics import Mean
 from trainkit_trlx.data.configs import TRLConfig
-from trainkit_trlx.models.modeling_ppo import AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead
+from trainkit_trlx.data.ppo_types import PPORLBatch, PPORLElement
+from trainkit_trlx.models.modeling_base import new_model
+from trainkit_trlx.models.modeling_ppo import (
+    AdaptiveKLController,
+    AutoModelForCausalLMWithValueHead,
+    AutoModelForSeq2SeqLMWithValueHead,
+    FixedKLController,
+)
+from trainkit_trlx.pipeline.ppo_pipeline import PPORolloutStorage, ppo_collate_fn
 from trainkit_trlx.trainer import register_trainer
-from trainkit_trlx.trainer.accelerate_base_trainer import Online
+from trainkit_trlx.trainer.computed import Computed
+from trainkit_trlx.trainer.engine import Engine
+from trainkit_trlx.utils.modeling import RunningMoments
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Trainer: Any = get_trainer("ppo")
+Experience: Any = import_module(Trainer.__module__).PPOBatch
+NAMES = {"logprobs": "old_logprobs", "values": "old_values", "rewards": "rewards"}
+"""Fields of a rollout of trlX with those of trainkit, per token of the response."""
+
+EARLIER = 2**20
+"""The epoch of the prompts that `make_experience` takes before training."""
 
 
-@register_trainer
-class AcceleratePPOTrainer(Online, Trainer):  # type: ignore[misc]
-    """Trainer of PPO."""
+@dataclass(frozen=True)
+class Rewarded(Experience):  # type: ignore[misc]
+    """Experience with the rewards per token, the KL penalty included [B, T]."""
 
-    def __init__(self, config: TRLConfig, **kwargs: Any) -> None:
-        method = config.method
+    rewards: Tensor
+
+
+class PPO(Engine, Trainer):  # type: ignore[misc]
+    """trainkit's PPO for trlX's."""
+
+    def __init__(self, config: Any, *, outer: Any, **kwargs: Any) -> None:
+        method = outer.config.method
         self._value_layers = int(getattr(method, "num_value_layers_unfrozen", 0))
-        super().__init__(config, **kwargs)
+        super().__init__(config, outer=outer, **kwargs)
         if self.method.scale_reward == "ref" and getattr(method, "ref_std", None) is not None:
-            self.ref_std = float(method.ref_std)  # type: ignore[attr-defined]
-
-    @staticmethod
-    def from_checkpoint(path: str, seq2seq: bool) -> Any:
-        """Return the model that trlX has saved in a directory, with its value head."""
-        made = AutoModelForSeq2SeqLMWithValueHead if seq2seq else AutoModelForCausalLMWithValueHead
-        return made.from_pretrained(path, is_trainable=True)
+            self.ref_std = float(method.ref_std)
+        self.running, self.kl_penalised = RunningMoments(), torch.empty(0)
 
     def critic(self, model: Any) -> int | None:
         """Return how many layers of its own the critic has."""
@@ -45,13 +72,249 @@ class AcceleratePPOTrainer(Online, Trainer):  # type: ignore[misc]
             policy.critic.load_state_dict(saved.state_dict())
         return policy
 
-    @cached_property
-    def model(self) -> Any:
-        """The language model with the value head, which are trained."""
-        policy = self.unwrapped
+    def from_store(self, rows: list[Any]) -> Any:
+        """Return the experience that the trainer's `make_experience` puts into its store, which is then emptied."""
+        store = self.outer.store
+        self.outer.make_experience(len(rows), self.progress.step)
+        if not len(store):
+            raise DataError(
+                f"{type(self.outer).__name__}.make_experience put nothing into the store; call push_to_store"
+            )
+        made = self.from_trlx(store)
+        store.clear_history()
+        return made
+
+    def rewards(self, experience: Any, scores: Tensor) -> Tensor:
+        """Return the rewards per token of a collection [B, T], and keep them."""
+        self.kl_penalised = super().rewards(experience, scores)
+        return self.kl_penalised
+
+    def prepare_experience(self, experience: Any) -> Any:
+        """Return the experience with its rewards, and record the moments of all scores so far."""
+        if isinstance(experience, Rewarded):  # of the store
+            return experience
+        self.running.update(experience.scores.sum(1), self.reduce)
+        moments = {"rollout_scores/running_mean": self.running.mean, "rollout_scores/running_std": self.running.std}
+        self.record({name: Mean.of(value) for name, value in moments.items() if value.isfinite()})
+        made = super().prepare_experience(experience)
+        return Rewarded(**{each.name: getattr(made, each.name) for each in fields(made)}, rewards=self.kl_penalised)
+
+    @property
+    def start(self) -> Tensor:
+        """The token before each response in trlX: that with which the decoder of an encoder-decoder starts [0 or 1]."""
+        config = self.model_config
+        return torch.tensor([config.decoder_start_token_id] if config.is_encoder_decoder else [], dtype=torch.long)
+
+    def elements(self, experience: Any) -> list[PPORLElement]:
+        """Return rollouts as trlX stores them, on the CPU."""
+        sequences = experience.sequences
+        columns = zip(sequences.queries, sequences.responses, sequences.response_mask, strict=True)
+        return [
+            PPORLElement(
+                query.cpu(),
+                torch.cat([self.start, response.cpu()]),
+                **{name: getattr(experience, ours)[row][mask].cpu() for name, ours in NAMES.items()},
+            )
+            for row, (query, response, mask) in enumerate(columns)
+        ]
+
+    def as_trlx(self, batch: Any) -> PPORLBatch:
+        """Return rollouts as a batch, with prompts padded on the left."""
+        found = ppo_collate_fn("left", self.tokenizer.pad_token_id, self.elements(batch))
+        device = batch.sequences.input_ids.device
+        return PPORLBatch(**{name: value.to(device) for name, value in vars(found).items()})
+
+    def from_trlx(self, batch: PPORLBatch | Iterable[PPORLElement]) -> Any:
+        """Return rollouts of trlX, a batch or a list, as experience: GAE, and whitening over all of them.
+
+        Raises:
+            DataError: a rollout has different numbers of log-probabilities, values and rewards.
+        """
+        pad, first = self.tokenizer.pad_token_id, len(self.start)
+        rows = [
+            replace(each, response_tensor=each.response_tensor[first:])
+            for each in (_rows(batch, pad, first) if isinstance(batch, PPORLBatch) else batch)
+        ]
+        elements = [_trimmed(each, pad, index) for index, each in enumerate(rows)]
+        queries = [each.query_tensor.tolist() for each in elements]
+        sequences = Sequences.from_lists(queries, [each.response_tensor.tolist() for each in elements])
+        mask = sequences.response_mask
+        given = {}
+        for name in NAMES:
+            numbers = torch.cat([getattr(each, name).float().cpu() for each in elements])
+            given[name] = torch.zeros(mask.shape).masked_scatter(mask, numbers)
+        values, method = given["values"], self.method
+        advantages, returns = F.gae(values, given["rewards"], mask, gamma=method.gamma, lam=method.lam)
+        made = Rewarded(
+            sequences,
+            given["logprobs"],
+            values,
+            F.whiten(advantages, mask, reduce=self.reduce),
+            returns,
+            given["rewards"],
+        )
+        return made.to(self.accelerator.device)
+
+
+def _rows(batch: PPORLBatch, pad: int, first: int) -> list[PPORLElement]:
+    """Return the rollouts of a batch. What follows the last token or number that is not padding is padding.
+
+    ``first`` is the number of tokens before the first one that was sampled.
+    """
+    found = []
+    for row, (query, response) in enumerate(zip(batch.query_tensors, batch.response_tensors, strict=True)):
+        numbers = {name: getattr(batch, name)[row] for name in NAMES}
+        wide = sum(each.abs() for each in numbers.values())
+        size = max(
+            [0, *(int(at) + 1 for at in wide.nonzero()), *(int(at) + 1 for at in (response[first:] != pad).nonzero())]
+        )
+        found.append(PPORLElement(query, response, **{name: each[:size] for name, each in numbers.items()}))
+    return found
+
+
+def _trimmed(element: PPORLElement, pad: int, index: int) -> PPORLElement:
+    """Return a rollout without the padding that trlX leaves before its prompt and after its response.
+
+    Raises:
+        DataError: it has different numbers of log-probabilities, values and rewards, or more than tokens.
+    """
+    sizes = {name: len(getattr(element, name)) for name in NAMES}
+    size, tokens = sizes["rewards"], len(element.response_tensor)
+    if len({*sizes.values()}) > 1 or not 0 < size <= tokens:
+        said = ", ".join(f"{count} {name}" for name, count in sizes.items())
+        raise DataError(f"rollout {index} has {said} and {tokens} tokens; give one of each for every token")
+    query = element.query_tensor
+    first = next(iter((query != pad).nonzero().flatten().tolist()), len(query) - 1)
+    return replace(element, query_tensor=query[first:], response_tensor=element.response_tensor[:size])
+
+
+class KL(AdaptiveKLController, FixedKLController):
+    """The controller of the KL penalty; ``value`` is β, and may be set."""
+
+    def __init__(self, controller: Any) -> None:
+        self._controller, self.target, self.horizon = controller, controller.target, controller.horizon
+
+    @property
+    def value(self) -> float:
+        """β."""
+        return float(self._controller.coef)
+
+    @value.setter
+    def value(self, value: float) -> None:
+        self._controller.coef = value
+
+    def update(self, current: float, n_steps: int) -> None:
+        """Adapt β to a KL, if there is a target."""
+        self._controller.update(current, n_steps)
+
+
+@register_trainer
+class AcceleratePPOTrainer(Computed):
+    """Trainer of PPO. ``store`` gets the rollouts of `make_experience`, if that is called or overridden."""
+
+    engine, algorithm = PPO, "ppo"
+    fields = tuple(each.name for each in fields(PPORLBatch))
+
+    def __init__(
+        self,
+        config: TRLConfig,
+        reward_fn: Any = None,
+        metric_fn: Any = None,
+        logit_mask: Tensor | None = None,
+        stop_sequences: list[str] | None = None,
+        train_mode: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(config, reward_fn, metric_fn, logit_mask, stop_sequences, train_mode, **kwargs)
+        self._drawn = 0
+        self.store = PPORolloutStorage(self.tokenizer.pad_token_id, self.tokenizer.padding_side)
+
+    def _refresh(self) -> None:
+        super()._refresh()
+        trainer = self.trainer
+        if self.overrides("make_experience") or len(self.store):
+            trainer.make_experience = trainer.from_store  # for a whole collection, as trlX calls it
+            rows = max(trainer.config.rollout.num_rollouts // trainer.parallel.world, 1)
+            trainer.config = trainer.config.evolve(rollout={"batch_size": rows})
+
+    @staticmethod
+    def from_checkpoint(path: str, seq2seq: bool) -> Any:
+        """Return the model that trlX has saved in a directory, with its value head."""
+        made = AutoModelForSeq2SeqLMWithValueHead if seq2seq else AutoModelForCausalLMWithValueHead
+        return made.from_pretrained(path, is_trainable=True)
+
+    def get_arch(self, config: TRLConfig) -> Any:
+        """Return a new language model with a value head, whose weights trainkit trains if this is overridden."""
+        return new_model(
+            (AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead),
+            config.model,
+            num_value_layers_unfrozen=getattr(config.method, "num_value_layers_unfrozen", 0),
+        )
+
+    def wrapped_model(self, policy: Any) -> Any:
+        """Return the language model with the value head, which are trained."""
         seq2seq = policy.model.config.is_encoder_decoder
         made = (AutoModelForSeq2SeqLMWithValueHead if seq2seq else AutoModelForCausalLMWithValueHead)(policy.model)
         made.v_head = policy.value_head
         if policy.critic is not None:
             made.critic = policy.critic
         return made
+
+    @property
+    def ref_model(self) -> Any:
+        """The language model that the policy is compared with; None if it is the model without its adapter."""
+        self.trainer.models.build()
+        reference = self.trainer.models.reference.policy
+        return None if reference is self.trainer.models.unwrapped else reference.model
+
+    def push_to_store(self, data: Any) -> None:
+        """Add rollouts, `PPORLElement`, to the store; the next collection has them too.
+
+        Raises:
+            DataError: they are something else.
+        """
+        rows = list(data) if isinstance(data, Iterable) else [data]
+        if wrong := [each for each in rows if not isinstance(each, PPORLElement)]:
+            raise DataError(f"push_to_store() takes a list of PPORLElement; given {describe(wrong[0])} in it")
+        super().push_to_store(rows)
+
+    @property
+    def kl_ctl(self) -> KL:
+        """The controller of the KL penalty."""
+        return KL(self.trainer.kl)
+
+    @property
+    def running_moments(self) -> RunningMoments:
+        """The moments of all scores so far."""
+        found: RunningMoments = self.trainer.running
+        return found
+
+    def generation(self, given: Any) -> dict[str, Any]:
+        """Return arguments of `generate` as trlX keeps them."""
+        return {"do_sample": True, "use_cache": True, **super().generation(given)}
+
+    def make_experience(self, num_rollouts: int = 1024, iter_count: int = 0) -> None:
+        """Sample responses to the next prompts, score them, and put the rollouts into ``store``.
+
+        `learn` calls it if it is overridden, or if ``store`` is not empty; otherwise it samples without the store.
+
+        Args:
+            num_rollouts: how many, in this process.
+            iter_count: the number of steps; without effect.
+        """
+        trainer = self.trainer
+        if trainer.pipeline is None:
+            raise ConfigError("make_experience() needs prompts; call add_prompt_pipeline before")
+        trainer.models.build()
+        size, world, rank = self.config.method.chunk_size, trainer.parallel.world, trainer.parallel.rank  # type: ignore[attr-defined]
+        first = trainer.progress.cursor
+        if not trainer.run_state.learning:  # prompts of a later epoch, so that no response is that of a collection
+            first, self._drawn = EARLIER * len(trainer.pipeline) + self._drawn, self._drawn + num_rollouts * world
+        rows = trainer.pipeline.take(first, num_rollouts * world, rank=rank, world=world)
+        with trainer.inference():
+            parts = []
+            for start in range(0, len(rows), size):
+                rollouts, scores = trainer.sample_and_score(rows[start : start + size])
+                parts.append(trainer.experience(rollouts, scores))
+            made = trainer.prepare_experience(type(parts[0]).cat(parts))
+        self.push_to_store(trainer.elements(made))

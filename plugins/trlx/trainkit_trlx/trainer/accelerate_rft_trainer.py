@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from trainkit import get_trainer
+from trainkit_trlx.data.configs import say_once
 from trainkit_trlx.data.method_configs import MethodConfig, register_method
 from trainkit_trlx.trainer import register_trainer
-from trainkit_trlx.trainer.accelerate_base_trainer import Online
+from trainkit_trlx.trainer.accelerate_sft_trainer import SFT
+from trainkit_trlx.trainer.computed import Computed
+from trainkit_trlx.trainer.offline import Samples
 
 Trainer: Any = get_trainer("rft")
 
@@ -25,6 +28,23 @@ class RFTConfig(MethodConfig):
     n_generations_per_prompt: int = 32
 
 
+class RFT(Samples, Trainer):  # type: ignore[misc]
+    """trainkit's RFT for trlX's."""
+
+    as_trlx = SFT.as_trlx
+
+
 @register_trainer
-class AccelerateRFTTrainer(Online, Trainer):  # type: ignore[misc]
+class AccelerateRFTTrainer(Computed):
     """Trainer of RFT."""
+
+    engine, algorithm = RFT, "rft"
+    refused: ClassVar[dict[str, str]] = {
+        "make_experience": "change reward_fn, or the loss; trainkit samples and chooses by itself"
+    }
+
+    def make_experience(self) -> None:
+        """Do nothing: `learn` samples by itself."""
+        say_once(
+            "make_experience() has no effect: learn() samples by itself, method.n_generations_per_prompt at a time"
+        )

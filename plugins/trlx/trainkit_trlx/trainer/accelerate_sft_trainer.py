@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from transformers import BatchEncoding
 
 from trainkit import get_trainer
 from trainkit_trlx.data.method_configs import MethodConfig, register_method
+from trainkit_trlx.pipeline.offline_pipeline import IGNORED, DialogStore, tokenize_dialogue
 from trainkit_trlx.trainer import register_trainer
-from trainkit_trlx.trainer.accelerate_base_trainer import Offline
+from trainkit_trlx.trainer.offline import Offline, Samples
 
 Trainer: Any = get_trainer("sft")
+
+if TYPE_CHECKING:
+    from trainkit import Sequences
 
 
 @dataclass
@@ -21,6 +27,30 @@ class SFTConfig(MethodConfig):
     gen_kwargs: dict[str, Any]
 
 
+class SFT(Samples, Trainer):  # type: ignore[misc]
+    """trainkit's SFT for trlX's."""
+
+    def as_trlx(self, batch: Sequences) -> BatchEncoding:
+        """Return ids, mask and labels [B, T]; the label of what is not trained on is -100."""
+        ids, mask = batch.input_ids, batch.attention_mask.long()
+        labels = ids.masked_fill(~batch.response_mask, IGNORED)
+        return BatchEncoding({"input_ids": ids, "attention_mask": mask, "labels": labels})
+
+
 @register_trainer
-class AccelerateSFTTrainer(Offline, Trainer):  # type: ignore[misc]
+class AccelerateSFTTrainer(Offline):
     """Trainer of SFT."""
+
+    engine, algorithm = SFT, "sft"
+
+    def make_experience(self, samples: Any, seq_length: int | None = None) -> None:
+        """Set the samples to train on: strings or dialogues, of at most ``seq_length`` tokens."""
+        self.set_samples(samples, None, seq_length)
+
+    def new_store(self, samples: list[Any], rewards: Any, max_length: int) -> DialogStore:
+        """Return the samples, tokenised."""
+        return DialogStore([tokenize_dialogue(each, self.tokenizer, max_length) for each in samples], self.tokenizer)
+
+    def samples_of(self, store: Any) -> tuple[list[Any], None]:
+        """Return the samples of a store, tokenised."""
+        return [{**item, "labels": item.get("labels", item["input_ids"])} for item in store], None

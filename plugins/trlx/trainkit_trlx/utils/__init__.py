@@ -8,6 +8,7 @@ import random
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
 from enum import StrEnum
 from importlib import import_module
 from itertools import count
@@ -130,9 +131,11 @@ class Clock:
 
 
 def tree_map(f: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply ``f`` to the leaves of nested lists, tuples and dictionaries."""
-    if isinstance(tree, Mapping):
-        return {key: tree_map(f, value) for key, value in tree.items()}
+    """Apply ``f`` to the leaves of nested lists, tuples, dictionaries and dataclasses."""
+    if is_dataclass(tree) and not isinstance(tree, type):
+        return replace(tree, **{each.name: tree_map(f, getattr(tree, each.name)) for each in fields(tree)})
+    if hasattr(tree, "items"):
+        return type(tree)({key: tree_map(f, value) for key, value in tree.items()})
     if isinstance(tree, list | tuple):
         return type(tree)(tree_map(f, value) for value in tree)
     return f(tree)

@@ -1,0 +1,107 @@
+"""Trainers of one's own train on two processes as on one; with the loop of trlX, gradients are averaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainkit.testing import character_tokenizer
+
+SCRIPT = """
+import json, os, sys
+
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config
+
+import trainkit_trlx as trlx
+from trainkit_trlx.data.default_configs import default_ppo_config, default_sft_config
+from trainkit_trlx.pipeline.offline_pipeline import DialogStore, tokenize_dialogue
+from trainkit_trlx.trainer import register_trainer
+from trainkit_trlx.trainer.accelerate_base_trainer import AccelerateRLTrainer
+from trainkit_trlx.trainer.accelerate_ppo_trainer import AcceleratePPOTrainer
+
+torch.set_num_threads(1)
+world, said = int(os.environ.get("WORLD_SIZE", 1)), {}
+
+
+@register_trainer
+class Mine(AcceleratePPOTrainer):
+    def make_experience(self, num_rollouts=1024, iter_count=0):
+        super().make_experience(num_rollouts, iter_count)
+
+    def loss(self, batch):
+        loss, stats = super().loss(batch)
+        return loss, {**stats, "mine": 1.0}
+
+
+@register_trainer
+class Plain(AccelerateRLTrainer):
+    def get_arch(self, config):
+        return AutoModelForCausalLM.from_config(config.model.model_path)
+
+    def loss(self, batch):
+        loss = self.model(batch["input_ids"], attention_mask=batch["attention_mask"], labels=batch["labels"]).loss
+        return loss, {"loss": loss.item()}
+
+    def make_experience(self, samples, seq_length):
+        dialogues = [tokenize_dialogue(each, self.tokenizer, seq_length) for each in samples]
+        self.store = DialogStore(dialogues, self.tokenizer)
+
+
+def config(default, trainer, **method):
+    return default().evolve(
+        train=dict(seq_length=16, batch_size=4 // world, epochs=9, total_steps=4, eval_interval=4, trainer=trainer,
+                   tracker=None, checkpoint_interval=9, checkpoint_dir=f"{trainer}-{world}"),
+        model=dict(model_path=GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=10), num_layers_unfrozen=-1),
+        tokenizer=dict(tokenizer_path="letters"), optimizer=dict(kwargs=dict(lr=3e-3)),
+        method=dict(gen_kwargs=dict(max_new_tokens=4), **method),
+    )
+
+
+def numbers(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).double().norm().item()
+
+
+settings = config(default_ppo_config, "Mine", num_rollouts=8 // world, chunk_size=8 // world, ppo_epochs=2)
+trainer = trlx.train(
+    reward_fn=lambda samples, **_: [float(sample.count("a")) for sample in samples],
+    prompts=["b", "c"] * 4,
+    config=settings,
+)
+said["ppo"] = numbers(trainer.model)
+trainer = trlx.train(
+    samples=[["a", "bc"], ["b", "cd"]] * 8, eval_prompts=["a"] * 3, config=config(default_sft_config, "Plain"),
+    metric_fn=lambda samples, **_: {"count": [float(len(samples))] * len(samples)},
+)
+said["plain"] = numbers(trainer.accelerator.unwrap_model(trainer.model))
+said["count"] = trainer.evaluate()["metrics/count"]
+print("said", json.dumps(said))
+"""
+
+
+def run(directory: Path, *command: str) -> list[dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, *command, "script.py"],
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+        cwd=directory, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-6000:]
+    return [json.loads(line.removeprefix("said ")) for line in done.stdout.splitlines() if line.startswith("said ")]
+
+
+@pytest.mark.slow
+def test_trainers_of_ones_own_train_on_two_processes(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
+    character_tokenizer("abcdefgh").save_pretrained(tmp_path / "letters")
+    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"]
+    launch += ["--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"]
+    (alone,), both = run(tmp_path), run(tmp_path, *launch)
+    assert both[0] == both[1]
+    assert both[0]["ppo"] == pytest.approx(alone["ppo"], rel=1e-6)
+    assert both[0]["count"] == alone["count"] == 3  # the responses of both processes, each once

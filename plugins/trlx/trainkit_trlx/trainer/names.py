@@ -1,0 +1,107 @@
+"""The names of trlX for metrics of trainkit, and trackers that log them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trainkit import hookimpl
+from trainkit.runs import default_trackers
+
+STATISTICS = {
+    "reward/mean": "rollout_scores/mean",
+    "reward/std": "rollout_scores/std",
+    "policy/kl_coef": "kl_ctl_value",
+    "policy/ratio": "ratio",
+    "loss/policy": "losses/policy_loss",
+    "loss/value": "losses/value_loss",
+    "loss/q": "losses/loss_q",
+    "loss/v": "losses/loss_v",
+    "loss/cql": "losses/loss_cql",
+    "loss/awac": "losses/loss_awac",
+    "awac/weight": "awac_weight/mean",
+    "train/lr": "learning_rate_group_0",
+    "time/collect": "time/rollout_time",
+    "time/reward": "time/rollout_score",
+    "eval/time": "time/generate",
+}
+"""Names of trainkit with those of trlX for the same number. Others of trlX are those of trainkit."""
+OF_A_METHOD = {
+    "ppo": {
+        "loss/total": "losses/total_loss",
+        "values/mean": "old_values/mean",
+        "values/predicted": "values/mean",
+        "values/error": "values/values_error",
+    },
+    "ilql": {"loss/total": "losses/loss"},
+    "sft": {"loss/total": "loss"},
+    "rft": {"loss/total": "loss", "reward/mean": "scores_mean"},
+}
+"""Those of which the name in trlX depends on the method."""
+ROOTS = {"policy/kl": "policy/sqrt_kl", "policy/kl_per_token": "policy/kl_per_token"}
+"""Those of which trlX logs the square root."""
+EVALUATED = {"eval/reward": "reward/mean", "eval/metrics/": "metrics/"}
+"""What the names of evaluations begin with; a swept setting follows."""
+
+
+def as_trlx(metrics: Mapping[str, float], method: str) -> dict[str, float]:
+    """Return metrics of trainkit by the names of trlX; what trlX does not have keeps its name.
+
+    Args:
+        metrics: metrics by their names.
+        method: the algorithm of trainkit.
+    """
+    names = {**STATISTICS, **OF_A_METHOD.get(method, {})}
+    found: dict[str, float] = {}
+    for name, value in metrics.items():
+        if name in ROOTS:
+            found[ROOTS[name]] = math.sqrt(max(value, 0.0))
+        elif begins := next((each for each in EVALUATED if name.startswith(each)), None):
+            found[EVALUATED[begins] + name.removeprefix(begins)] = value
+        else:
+            found[names.get(name, name)] = value
+    return found
+
+
+def renaming_trackers(entries: list[Any], renamed: Callable[[Mapping[str, float]], dict[str, float]]) -> list[Any]:
+    """Return the trackers of ``train.trackers`` as callbacks that log metrics by other names.
+
+    Args:
+        entries: the trackers, by name or by their settings.
+        renamed: returns metrics by the names that are logged.
+    """
+    usual = len(default_trackers([]))  # the console and the files of the run, which every run has
+    return [RenamingTracker(each, renamed) for each in default_trackers(entries)[usual:]]
+
+
+class RenamingTracker:
+    """A tracker that gets metrics by other names.
+
+    Args:
+        tracker: a tracker of trainkit.
+        renamed: returns metrics by the names that are logged.
+    """
+
+    def __init__(self, tracker: Any, renamed: Callable[[Mapping[str, float]], dict[str, float]]) -> None:
+        self.tracker, self.renamed = tracker, renamed
+
+    @hookimpl
+    def on_train_begin(self, trainer: Any) -> None:
+        """Open the tracker."""
+        self.tracker.on_train_begin(trainer)
+
+    @hookimpl
+    def log_metrics(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
+        """Log metrics at their step."""
+        self.tracker.log_metrics(trainer, step, self.renamed(metrics))
+
+    @hookimpl
+    def on_evaluate(self, trainer: Any, step: int, samples: list[dict[str, Any]]) -> None:
+        """Log the samples of an evaluation."""
+        self.tracker.on_evaluate(trainer, step, samples)
+
+    @hookimpl
+    def on_train_end(self, trainer: Any) -> None:
+        """Close the tracker."""
+        self.tracker.on_train_end(trainer)

@@ -1,0 +1,92 @@
+"""Trainers that learn from samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+from trainkit import Sequences
+from trainkit.errors import ConfigError, DataError, describe
+from trainkit_trlx.pipeline.offline_pipeline import IGNORED
+from trainkit_trlx.trainer.computed import Computed
+from trainkit_trlx.trainer.engine import Engine
+
+
+class Samples(Engine):
+    """What trainers of trainkit that learn from samples do."""
+
+    def from_trlx(self, batch: Any) -> Sequences:
+        """Return a batch with ``input_ids``, ``attention_mask`` and ``labels`` [B, T] as sequences."""
+        ids, real = batch["input_ids"], batch["attention_mask"].bool()
+        labels = batch.get("labels", ids)
+        rows = [row[keep].tolist() for row, keep in zip(ids, real, strict=True)]
+        chosen = [(label[keep] != IGNORED).tolist() for label, keep in zip(labels, real, strict=True)]
+        return Sequences.from_rows(rows, [[False, *mask[1:]] for mask in chosen])
+
+
+class Offline(Computed):
+    """A trainer that learns from samples. ``store`` holds them as token ids; it is made when it is first read."""
+
+    def set_samples(self, samples: Any, rewards: Any, max_length: int | None) -> None:
+        """Set the samples to train on.
+
+        Raises:
+            DataError: they are no list, or cannot be used.
+            ConfigError: ``max_length`` is no number of tokens.
+        """
+        if isinstance(samples, str) or not isinstance(samples, Iterable):
+            raise DataError(f"samples should be a list of strings or dialogues; given {describe(samples)}")
+        if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
+            raise ConfigError(f"the longest sample should be a number of tokens; given {describe(max_length)}")
+        given = [self._turns(sample, rewards is not None) for sample in samples]
+        self._kept: Any = None
+        self._make_store = partial(self.new_store, given, rewards, max_length or self.config.train.seq_length)
+        self._replayed["samples"] = partial(self._add, given, rewards, max_length)
+        self._add(given, rewards, max_length)
+
+    def _add(self, samples: Any, rewards: Any, max_length: int | None) -> None:
+        text = self.trainer.text
+        if max_length is not None:
+            text.limit = max_length if text.limit is None else min(text.limit, max_length)
+        self.trainer.add_samples(samples, rewards)
+
+    def _turns(self, sample: Any, rewarded: bool) -> Any:
+        """Return a sample as trainkit takes it: with rewards, a single string follows the beginning token."""
+        if isinstance(sample, str):
+            start = self.tokenizer.bos_token or self.tokenizer.eos_token
+            return (start, sample) if rewarded else sample
+        return tuple(sample) if isinstance(sample, Iterable) and not hasattr(sample, "keys") else sample
+
+    def new_store(self, samples: list[Any], rewards: Any, max_length: int) -> Any:
+        """Return a store of samples."""
+        raise NotImplementedError
+
+    def samples_of(self, store: Any) -> tuple[list[Any], Any]:
+        """Return the samples of a store with their rewards, if there are any, as trainkit takes them."""
+        raise NotImplementedError
+
+    @property
+    def store(self) -> Any:
+        """The samples as token ids. What is added to it, or set instead, is trained on."""
+        if getattr(self, "_kept", None) is None and hasattr(self, "_make_store"):
+            self._kept = self._make_store()
+            self._count: int | None = len(self._kept)
+        return getattr(self, "_kept", None)
+
+    @store.setter
+    def store(self, store: Any) -> None:
+        self._kept, self._count = store, None
+
+    def _refresh(self) -> None:
+        super()._refresh()
+        kept = getattr(self, "_kept", None)
+        if kept is None or len(kept) == self._count:
+            return
+        if self.trainer.model_config.is_encoder_decoder:
+            raise ConfigError(
+                "samples of an encoder-decoder cannot be changed in the store; give them to make_experience as text"
+            )
+        self._count = len(kept)
+        self._replayed["samples"] = partial(self._add, *self.samples_of(kept), None)
+        self._replayed["samples"]()
