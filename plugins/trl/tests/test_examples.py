@@ -91,7 +91,7 @@ def test_three_steps_from_a_llama_to_ppo(
     before = share_of_a(merged, models["llama"])
     assert before > share_of_a(models["llama"], models["llama"]) + 0.1
     metrics = run("stack_rm.py", ["--model_name", merged, "--output_dir", "reward"], tmp_path, monkeypatch)["metrics"]
-    assert metrics["eval_rewards/accuracies"] > 0.9
+    assert metrics["eval_accuracy"] > 0.9
     arguments = [
         "--model_name",
         merged,

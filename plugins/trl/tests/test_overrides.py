@@ -18,6 +18,7 @@ from trainkit_trl import (
     CPOConfig,
     CPOTrainer,
     DPOTrainer,
+    IterativeSFTTrainer,
     KTOTrainer,
     ORPOConfig,
     ORPOTrainer,
@@ -280,3 +281,30 @@ def test_several_sets_of_held_out_samples_are_measured_by_their_names(tmp_path: 
         assert alone["own_loss"] == pytest.approx(found[f"eval_{name}_loss"])
         assert f"eval_{name}_rewards/accuracies" in found
     assert trainer.evaluate(sets)["eval_one_loss"] == pytest.approx(found["eval_one_loss"])
+
+
+@table("returned, words", [(None, "it returned None"), (torch.ones(4), r"it returned a tensor of shape \(4,\)")])
+def test_a_loss_that_is_no_number_is_told(returned: Any, words: str, tmp_path: Path) -> None:
+    cls = type("Own", (SFTTrainer,), {"compute_loss": lambda *_: returned, "__module__": __name__})
+    with pytest.raises(ConfigError, match=f"the loss of Own should be a tensor with one number; {words}"):
+        made(cls, tmp_path).train()
+
+
+def test_a_method_that_is_set_after_the_trainer_is_made_is_refused(tmp_path: Path) -> None:
+    trainer = made(DPOTrainer, tmp_path)
+    with pytest.raises(ConfigError, match="compute_loss is read when DPOTrainer is made; override it in a subclass"):
+        trainer.compute_loss = print
+    with pytest.raises(ConfigError, match="DPOTrainer overrides training_step, which trainkit does not call"):
+        trainer.training_step = print
+
+
+def test_iterative_training_calls_compute_loss(tmp_path: Path) -> None:
+    class Own(IterativeSFTTrainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False) -> Any:
+            return 0 * super().compute_loss(model, inputs) + 5
+
+    tokenizer = character_tokenizer("abcdefgh")
+    size = len(tokenizer)
+    model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=size))
+    trainer = Own(model, TrainingArguments(str(tmp_path), max_steps=2, report_to="none"), tokenizer)
+    assert trainer.step(texts=["ab"] * 4)["loss/total"] == 5

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from trainkit.data import Sequences
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, describe
 from trainkit.metrics import Mean, Metrics
 from trainkit.plugins import get_trainer
 from trainkit_trl.overriding import Overridable
@@ -72,6 +72,12 @@ class Calling(Overridable):
             if callable(getattr(Trainer, name, None)) and not hasattr(object, name):
                 raise ConfigError(f"{cls.__name__} overrides {name}, which trainkit does not call; {OTHERWISE}")
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        read = (*self.of_loss, "evaluate", "create_optimizer", "create_scheduler")
+        if name in read and "trainer" in vars(self):
+            raise ConfigError(f"{name} is read when {type(self).__name__} is made; override it in a subclass")
+        super().__setattr__(name, value)
+
     # ------------------------------------------------------------------------------------------------------- the loss
 
     def inputs_of(self, batch: Any) -> dict[str, Tensor]:
@@ -94,6 +100,11 @@ class Calling(Overridable):
             loss = self.compute_loss(model, inputs)
         else:
             loss = self.prediction_step(model, inputs, prediction_loss_only=False)[0]
+        if not isinstance(loss, Tensor) or loss.dim():
+            given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else describe(loss)
+            raise ConfigError(
+                f"the loss of {type(self).__name__} should be a tensor with one number; it returned {given}"
+            )
         found = {name.removeprefix("eval_"): float(value) for name, value in self._stored.items()}
         ours = {theirs: name for name, theirs in self.names.items()}
         rows = loss.new_ones(len(batch)).detach()

@@ -11,10 +11,11 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from trainkit.data import Sequences
 from trainkit.errors import ConfigError
-from trainkit_trl.trainer.offline import OfflineTrainer, checking, longest
+from trainkit_trl.trainer.offline import checking, longest
+from trainkit_trl.trainer.sft_trainer import LikelihoodTrainer
 
 
-class IterativeSFTTrainer(OfflineTrainer):
+class IterativeSFTTrainer(LikelihoodTrainer):
     """Supervised fine-tuning on samples that are given to `step`, one call after another.
 
     Args:

@@ -23,7 +23,26 @@ COMPLETION = ("prompt", "completion")
 DATASET = ("add_special_tokens", "append_concat_token", "skip_prepare_dataset")
 
 
-class SFTTrainer(OfflineTrainer):
+class LikelihoodTrainer(OfflineTrainer):
+    """A trainer whose loss is that of the model itself."""
+
+    def inputs_of(self, batch: Sequences) -> dict[str, Tensor]:
+        """Return ids, attention mask and labels [B, T]; the labels of an encoder-decoder are the outputs [B, R]."""
+        return named_sequences(batch, apart=self.trainer.model_config.is_encoder_decoder)
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False) -> Any:
+        """Return the negative log-likelihood [], a mean over tokens, with ``return_outputs`` also the model's outputs.
+
+        Args:
+            model: the model.
+            inputs: those of its ``forward``, with ``labels`` [B, T], which are -100 where nothing is trained on.
+            return_outputs: whether the outputs are returned.
+        """
+        outputs = model(**inputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+class SFTTrainer(LikelihoodTrainer):
     """Supervised fine-tuning on texts, on what `formatting_func` makes of rows, or on token ids.
 
     Args:
@@ -120,21 +139,6 @@ class SFTTrainer(OfflineTrainer):
         if isinstance(train_dataset, ConstantLengthDataset):
             rows = count(train)
         self._begin(given, train, held_out, rows=rows)
-
-    def inputs_of(self, batch: Sequences) -> dict[str, Tensor]:
-        """Return ids, attention mask and labels [B, T]; the labels of an encoder-decoder are the outputs [B, R]."""
-        return named_sequences(batch, apart=self.trainer.model_config.is_encoder_decoder)
-
-    def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False) -> Any:
-        """Return the negative log-likelihood [], a mean over tokens, with ``return_outputs`` also the model's outputs.
-
-        Args:
-            model: the model.
-            inputs: those of its ``forward``, with ``labels`` [B, T], which are -100 where nothing is trained on.
-            return_outputs: whether the outputs are returned.
-        """
-        outputs = model(**inputs)
-        return (outputs.loss, outputs) if return_outputs else outputs.loss
 
     def samples(self, dataset: Any) -> Any:
         """Return texts, samples of which only completions are trained on, or rows of token ids."""
