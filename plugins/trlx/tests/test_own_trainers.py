@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, T5Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, T5Config
 
 import trainkit_trlx as trlx
 from tables import table
@@ -273,9 +273,11 @@ def test_rollouts_can_be_made_and_pushed_before_training() -> None:
     trainer.make_experience(4, 0)
     mine = list(trainer.store.history)
     pad, one = torch.tensor([trainer.tokenizer.pad_token_id]), mine[0]
-    padded = replace(
-        one, query_tensor=torch.cat([pad, one.query_tensor]), response_tensor=torch.cat([one.response_tensor, pad])
-    )
+    long = {
+        "query_tensor": torch.cat([pad, one.query_tensor]),
+        "response_tensor": torch.cat([one.response_tensor, pad]),
+    }
+    padded = PPORLElement(**{**vars(one), **long})
     trainer.push_to_store([padded, mine[1]])  # trlX pads the prompts and responses of what it stores
     same = [trainer.trainer.from_trlx([each]).sequences.input_ids for each in (padded, one)]
     assert torch.equal(*same)
@@ -313,6 +315,36 @@ def test_samples_that_are_pushed_to_the_store_are_trained_on(
     trainer.push_to_store(trainer.store.history[:4])
     trainer.learn()
     assert trainer.iter_count == 5
+
+
+@table("method", ["loss", "make_experience"])
+def test_tokens_that_are_the_padding_token_too_stay(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt that begins with EOS, which pads, keeps it, also if its rewards are changed."""
+    enter(tmp_path, monkeypatch)
+    tokenizer = AutoTokenizer.from_pretrained("letters")
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained("letters")
+    eos = tokenizer.eos_token
+    ratios: list[float] = []
+
+    def loss(self: Any, batch: Any) -> Any:
+        if method == "loss":
+            batch.rewards = batch.rewards + 1.0
+        loss, stats = super(type(self), self).loss(batch)
+        ratios.append(stats["ratio"])
+        assert (batch.query_tensors[:, :2] == tokenizer.eos_token_id).all()
+        return loss, stats
+
+    def make_experience(self: Any, num_rollouts: int = 1024, iter_count: int = 0) -> None:
+        super(type(self), self).make_experience(num_rollouts, iter_count)
+
+    made = {"loss": loss, **({"make_experience": make_experience} if method == "make_experience" else {})}
+    register_trainer(type("Padded", (AcceleratePPOTrainer,), made))
+    config = small(default_ppo_config, train={"trainer": "Padded", "total_steps": 1, "minibatch_size": None})
+    trlx.train(reward_fn=rewards, prompts=[f"{eos}{eos}b", f"{eos}{eos}c"] * 4, config=config)
+    assert ratios == [pytest.approx(1)]  # the prompt is that of the old log-probabilities
 
 
 def test_a_collection_without_rollouts_is_refused() -> None:

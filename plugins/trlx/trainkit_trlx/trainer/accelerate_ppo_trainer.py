@@ -47,6 +47,11 @@ class Rewarded(Experience):  # type: ignore[misc]
     rewards: Tensor
 
 
+@dataclass
+class Whole(PPORLElement):
+    """A rollout without padding: tokens that are the padding token too are part of it."""
+
+
 class PPO(Engine, Trainer):  # type: ignore[misc]
     """trainkit's PPO for trlX's."""
 
@@ -106,11 +111,11 @@ class PPO(Engine, Trainer):  # type: ignore[misc]
         return torch.tensor([config.decoder_start_token_id] if config.is_encoder_decoder else [], dtype=torch.long)
 
     def elements(self, experience: Any) -> list[PPORLElement]:
-        """Return rollouts as trlX stores them, on the CPU."""
+        """Return rollouts as trlX stores them, without padding, on the CPU."""
         sequences = experience.sequences
         columns = zip(sequences.queries, sequences.responses, sequences.response_mask, strict=True)
         return [
-            PPORLElement(
+            Whole(
                 query.cpu(),
                 torch.cat([self.start, response.cpu()]),
                 **{name: getattr(experience, ours)[row][mask].cpu() for name, ours in NAMES.items()},
@@ -120,9 +125,12 @@ class PPO(Engine, Trainer):  # type: ignore[misc]
 
     def as_trlx(self, batch: Any) -> PPORLBatch:
         """Return rollouts as a batch, with prompts padded on the left."""
-        found = ppo_collate_fn("left", self.tokenizer.pad_token_id, self.elements(batch))
+        elements = self.elements(batch)
+        found = ppo_collate_fn("left", self.tokenizer.pad_token_id, elements)
         device = batch.sequences.input_ids.device
-        return PPORLBatch(**{name: value.to(device) for name, value in vars(found).items()})
+        made = PPORLBatch(**{name: value.to(device) for name, value in vars(found).items()})
+        made.sizes = [(len(each.query_tensor), len(each.rewards)) for each in elements]  # type: ignore[attr-defined]
+        return made
 
     def from_trlx(self, batch: PPORLBatch | Iterable[PPORLElement]) -> Any:
         """Return rollouts of trlX, a batch or a list, as experience: GAE, and whitening over all of them.
@@ -161,9 +169,15 @@ def _rows(batch: PPORLBatch, pad: int, first: int) -> list[PPORLElement]:
 
     ``first`` is the number of tokens before the first one that was sampled.
     """
-    found = []
+    found: list[PPORLElement] = []
+    known = getattr(batch, "sizes", None)
     for row, (query, response) in enumerate(zip(batch.query_tensors, batch.response_tensors, strict=True)):
         numbers = {name: getattr(batch, name)[row] for name in NAMES}
+        if known is not None and len(known) == len(batch.query_tensors):
+            asked, size = known[row]
+            cut = {name: each[:size] for name, each in numbers.items()}
+            found.append(Whole(query[-asked:], response[: size + first], **cut))
+            continue
         wide = sum(each.abs() for each in numbers.values())
         size = max(
             [0, *(int(at) + 1 for at in wide.nonzero()), *(int(at) + 1 for at in (response[first:] != pad).nonzero())]
@@ -184,6 +198,8 @@ def _trimmed(element: PPORLElement, pad: int, index: int) -> PPORLElement:
         said = ", ".join(f"{count} {name}" for name, count in sizes.items())
         raise DataError(f"rollout {index} has {said} and {tokens} tokens; give one of each for every token")
     query = element.query_tensor
+    if isinstance(element, Whole):  # what looks like padding is part of it
+        return element
     first = next(iter((query != pad).nonzero().flatten().tolist()), len(query) - 1)
     return replace(element, query_tensor=query[first:], response_tensor=element.response_tensor[:size])
 

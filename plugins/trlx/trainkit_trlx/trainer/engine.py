@@ -142,7 +142,8 @@ def checked_loss(outer: Any, given: Any, weight: Tensor) -> tuple[Tensor, dict[s
 def _equal(one: Any, other: Any) -> bool:
     """Return whether two batches of trlX have the same tensors."""
     ours, theirs = (dict(each) if hasattr(each, "keys") else vars(each) for each in (one, other))
-    return all(name in ours and torch.equal(ours[name], value) for name, value in theirs.items())
+    tensors = {name: value for name, value in theirs.items() if isinstance(value, torch.Tensor)}
+    return all(name in ours and torch.equal(ours[name], value) for name, value in tensors.items())
 
 
 class Observer:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import random
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from enum import StrEnum
 from importlib import import_module
 from itertools import count
@@ -133,7 +134,9 @@ class Clock:
 def tree_map(f: Callable[[Any], Any], tree: Any) -> Any:
     """Apply ``f`` to the leaves of nested lists, tuples, dictionaries and dataclasses."""
     if is_dataclass(tree) and not isinstance(tree, type):
-        return replace(tree, **{each.name: tree_map(f, getattr(tree, each.name)) for each in fields(tree)})
+        made = copy.copy(tree)  # with what else it has
+        vars(made).update({each.name: tree_map(f, getattr(tree, each.name)) for each in fields(tree)})
+        return made
     if hasattr(tree, "items"):
         return type(tree)({key: tree_map(f, value) for key, value in tree.items()})
     if isinstance(tree, list | tuple):
