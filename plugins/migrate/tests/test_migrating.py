@@ -488,9 +488,7 @@ def test_a_file_of_ddpo_pytorch_means_the_same(tmp_path: Path) -> None:
     assert (config.optimizer.lr, config.optimizer.kwargs["betas"]) == (1e-3, [0.8, 0.999])
     assert (config.model.model_path, config.model.kwargs, config.model.peft_config["r"]) == ("m", {"revision": "v"}, 4)
     assert "--prompts FILE" in result.stderr
-    assert (
-        "by the option --reward-fn trainkit_ddpo.rewards:jpeg_compressibility" in result.stderr
-    )
+    assert "by the option --reward-fn trainkit_ddpo.rewards:jpeg_compressibility" in result.stderr
 
 
 DDPO_SCRIPT = """

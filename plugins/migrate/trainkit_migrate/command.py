@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 EXIT_OF_MIGRATE = "Exit code: 0 if all settings or names have a counterpart, 1 if one has none."
 WHAT = (
-    "A configuration (.yml, .json) of trlX, TRL, async_rlhf, ddpo-pytorch, axolotl, accelerate or DeepSpeed, a sweep "
-    "of trlX, or a script (.py) of trlX, TRL, async_rlhf or ddpo-pytorch; docs/coming-from-*.md have the tables."
+    "A configuration (.yml, .json) of trlX, TRL, async_rlhf, ddpo-pytorch, axolotl, accelerate or DeepSpeed, or a "
+    "script (.py) of trlX, TRL, async_rlhf or ddpo-pytorch; docs/coming-from-*.md have the tables."
 )
 
 
@@ -36,22 +36,15 @@ def migrate(
     if file.suffix == ".py":
         _migrate_script(file, processes)
         return
-    from trainkit.plain import to_yaml
     from trainkit_migrate import recognised
-    from trainkit_migrate.sweeps import translate_sweep
 
     given = _read(file)
     if "tune_config" in given:
-        found = translate_sweep(given)
-        _print_remarks(file, found)
-        typer.echo(to_yaml(found.config), nl=False)
-        refused = len(found.refused)
-    else:
-        name, sections, told = recognised(given, config_class)
-        if told:
-            typer.echo(printable(f"{file}: {told}"), err=True)
-        refused = _print_translated(file, name, sections, processes)
-    if refused:
+        raise ConfigError(f"{file} is a sweep of trlX, which trainkit sweep {file} --script SCRIPT.py runs as it is")
+    name, sections, told = recognised(given, config_class)
+    if told:
+        typer.echo(printable(f"{file}: {told}"), err=True)
+    if _print_translated(file, name, sections, processes):
         raise typer.Exit(1)
 
 

@@ -11,7 +11,7 @@ from trainkit_migrate.tables import FRAMEWORKS, Framework, framework
 
 READ = (
     "trainkit migrate reads configurations of trlX, TRL, async_rlhf, ddpo-pytorch, axolotl, accelerate and DeepSpeed "
-    "(.yml, .yaml, .json), sweeps of trlX, and scripts (.py)"
+    "(.yml, .yaml, .json), and scripts (.py)"
 )
 MARKS: dict[str, tuple[set[str], ...]] = {
     "trlx": ({"method", "model"}, {"method", "train"}, {"method", "tokenizer"}),

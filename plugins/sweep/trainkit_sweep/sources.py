@@ -93,8 +93,6 @@ def read_sweep(path: Path, changes: Mapping[str, Any] | None = None) -> Sweep:
         ConfigError: the file cannot be read, or the sweep is invalid; lists every fault with its key and line.
     """
     data, lines = read_yaml_lines(path)
-    if "tune_config" in data:
-        raise ConfigError(f"{path} is a sweep of trlX; trainkit migrate {path} prints it as one of trainkit")
     places = {key: f"{path}:{line}" for key, line in lines.items()}
     changes, script = dict(changes or {}), (changes or {}).get("script")
     changes.pop("script", None)
