@@ -125,3 +125,17 @@ def preference_loss(value: Any, _context: Context) -> Settings:
     if value not in ("sigmoid", "hinge", "ipo", "kto_pair"):
         raise RefusedError(f"given {value!r}; losses are sigmoid, hinge, ipo and kto_pair")
     return {"method.loss_type": value}
+
+
+def sampled_in_evaluations(value: Any, context: Context) -> Settings:
+    """Return how long responses of evaluations may be: to the length of a side."""
+    if not value:
+        return {}
+    context.remarks.append(
+        "each evaluation samples responses of the policy, not of the reference, to the prompts of one batch: "
+        "samples.jsonl in the directory of the run"
+    )
+    length, prompt = (
+        of_any_class(context, name) or usual for name, usual in (("max_length", 512), ("max_prompt_length", 128))
+    )
+    return {"rollout.max_new_tokens": max(length - prompt, 1), "rollout.overlong_prompts": "truncate"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 from pathlib import Path
 from typing import Any
 
@@ -161,12 +162,28 @@ def test_dropout_of_an_adapter_is_switched_off_as_in_trl(tmp_path: Path, caplog:
     assert "disable_dropout switches it off" in caplog.text
 
 
+@table("trainer_class", [ORPOTrainer, KTOTrainer])
+def test_evaluations_sample_responses_to_held_out_prompts(
+    trainer_class: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, tokenizer = made()
+    data = LABELLED if trainer_class is KTOTrainer else PAIRS
+    more = ["--generate_during_eval", "true", "--per_device_eval_batch_size", "2", "--max_steps", "1"]
+    args = arguments(TRAINERS[trainer_class], tmp_path, *more)
+    trainer = trainer_class(model, args=args, train_dataset=data, eval_dataset=data, tokenizer=tokenizer)
+    assert "not of the reference" in caplog.text
+    assert trainer.evaluate()["eval_loss"] > 0
+    rows = [
+        json.loads(line) for line in next((tmp_path / "out").rglob("samples.jsonl")).read_text("utf-8").splitlines()
+    ]
+    assert [row["prompt"] for row in rows] == [*dict.fromkeys(row["prompt"] for row in data)][:2]
+
+
 @table(
     "trainer_class, given, said",
     [
         (CPOTrainer, {"loss_type": "kto_pair"}, "write sigmoid"),
         (ORPOTrainer, {"truncation_mode": "keep_start"}, "shorten them in the dataset"),
-        (KTOTrainer, {"generate_during_eval": True}, "eval_prompts"),
     ],
 )
 def test_settings_without_counterpart_are_refused(trainer_class: Any, given: Any, said: str, tmp_path: Path) -> None:

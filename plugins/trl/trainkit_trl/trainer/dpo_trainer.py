@@ -44,7 +44,7 @@ class DPOTrainer(PairTrainer):
         peft_config: the adapter that is trained.
         is_encoder_decoder: without effect.
         disable_dropout: whether dropout is switched off.
-        generate_during_eval: refused.
+        generate_during_eval: whether evaluations sample responses to the prompts of a batch (``samples.jsonl``).
         compute_metrics: refused.
         precompute_ref_log_probs: without effect.
         dataset_num_proc: without effect.

@@ -201,6 +201,15 @@ class OfflineTrainer(Calling):
             self._measure_each(held_out)
         elif held_out is not None:
             self.trainer.add_eval_samples(held_out)
+        self._sample_in_evaluations(given, held_out)
+
+    def _sample_in_evaluations(self, given: Mapping[str, Any], held_out: Any) -> None:
+        """With ``generate_during_eval``, make evaluations sample responses to the prompts of a batch of held-out rows."""
+        if held_out is None or not {**vars(self.args), **given}.get("generate_during_eval"):
+            return
+        rows = next(iter(held_out.values())) if isinstance(held_out, Several) else held_out
+        prompts = dict.fromkeys(row["prompt"] for row in rows)
+        self.trainer.add_eval_pipeline([*prompts][: self.args.per_device_eval_batch_size])
 
     def _take_trackers(self, entries: list[Any]) -> list[Any]:
         """Make the trackers of accelerate, which `log` gives the metrics, and return those that are left."""
