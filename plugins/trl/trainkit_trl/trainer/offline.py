@@ -204,7 +204,7 @@ class OfflineTrainer(Calling):
         self._sample_in_evaluations(given, held_out)
 
     def _sample_in_evaluations(self, given: Mapping[str, Any], held_out: Any) -> None:
-        """With ``generate_during_eval``, make evaluations sample responses to the prompts of a batch of held-out rows."""
+        """With ``generate_during_eval``, make evaluations sample responses to prompts of a batch of held-out rows."""
         if held_out is None or not {**vars(self.args), **given}.get("generate_during_eval"):
             return
         rows = next(iter(held_out.values())) if isinstance(held_out, Several) else held_out
