@@ -130,7 +130,7 @@ def _samples(samples: Any, rewards: Any, dataset: Any) -> tuple[Any, Any]:
 
 def _check_data(trainer: Any, config: TRLConfig, reward_fn: Any, rewards: Any) -> None:
     """Raise a `ConfigError` if a trainer of trainkit's algorithms learns from something else than what is given."""
-    inputs = getattr(getattr(trainer, "engine", None), "inputs", None)
+    inputs = getattr(getattr(trainer, "trainer_class", None), "inputs", None)
     if inputs is None:  # a trainer with a loop of its own
         return
     given = (

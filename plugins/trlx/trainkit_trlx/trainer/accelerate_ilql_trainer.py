@@ -152,7 +152,7 @@ class ILQL(Samples, Trainer):  # type: ignore[misc]
 class AccelerateILQLTrainer(Offline):
     """Trainer of ILQL."""
 
-    engine, algorithm = ILQL, "ilql"
+    trainer_class, algorithm = ILQL, "ilql"
     fields = tuple(each.name for each in fields(ILQLBatch))
 
     @property

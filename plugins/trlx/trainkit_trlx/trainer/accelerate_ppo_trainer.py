@@ -24,8 +24,8 @@ from trainkit_trlx.models.modeling_ppo import (
 )
 from trainkit_trlx.pipeline.ppo_pipeline import PPORolloutStorage, ppo_collate_fn
 from trainkit_trlx.trainer import register_trainer
+from trainkit_trlx.trainer.bridge import Bridge
 from trainkit_trlx.trainer.computed import Computed
-from trainkit_trlx.trainer.engine import Engine
 from trainkit_trlx.utils.modeling import RunningMoments
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Whole(PPORLElement):
     """A rollout without padding: tokens that are the padding token too are part of it."""
 
 
-class PPO(Engine, Trainer):  # type: ignore[misc]
+class PPO(Bridge, Trainer):  # type: ignore[misc]
     """trainkit's PPO for trlX's."""
 
     def __init__(self, config: Any, *, outer: Any, **kwargs: Any) -> None:
@@ -228,7 +228,7 @@ class KL(AdaptiveKLController, FixedKLController):
 class AcceleratePPOTrainer(Computed):
     """Trainer of PPO. ``store`` gets the rollouts of `make_experience`, if that is called or overridden."""
 
-    engine, algorithm = PPO, "ppo"
+    trainer_class, algorithm = PPO, "ppo"
     fields = tuple(each.name for each in fields(PPORLBatch))
 
     def __init__(

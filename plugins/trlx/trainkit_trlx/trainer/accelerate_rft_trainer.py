@@ -38,7 +38,7 @@ class RFT(Samples, Trainer):  # type: ignore[misc]
 class AccelerateRFTTrainer(Computed):
     """Trainer of RFT."""
 
-    engine, algorithm = RFT, "rft"
+    trainer_class, algorithm = RFT, "rft"
     refused: ClassVar[dict[str, str]] = {
         "make_experience": "change reward_fn, or the loss; trainkit samples and chooses by itself"
     }

@@ -41,7 +41,7 @@ class SFT(Samples, Trainer):  # type: ignore[misc]
 class AccelerateSFTTrainer(Offline):
     """Trainer of SFT."""
 
-    engine, algorithm = SFT, "sft"
+    trainer_class, algorithm = SFT, "sft"
 
     def make_experience(self, samples: Any, seq_length: int | None = None) -> None:
         """Set the samples to train on: strings or dialogues, of at most ``seq_length`` tokens."""

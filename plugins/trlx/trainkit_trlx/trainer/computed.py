@@ -26,7 +26,7 @@ from trainkit_trlx.models.modeling_base import base_from, checkpoint
 from trainkit_trlx.pipeline.offline_pipeline import PromptPipeline, prompts_of
 from trainkit_trlx.trainer import BaseRLTrainer
 from trainkit_trlx.trainer.accelerate_base_trainer import AccelerateRLTrainer, language_model, prepared_tokenizer
-from trainkit_trlx.trainer.engine import Observer
+from trainkit_trlx.trainer.bridge import Observer
 from trainkit_trlx.trainer.functions import forbidding, known_arguments, prefixed, taking, taking_one
 from trainkit_trlx.trainer.names import as_trlx, renaming_trackers
 
@@ -81,7 +81,7 @@ class Computed(AccelerateRLTrainer):
         **kwargs: arguments of trainkit's trainer, such as ``tokenizer``.
     """
 
-    engine: ClassVar[Any]
+    trainer_class: ClassVar[Any]
     """The class of ``trainer``."""
     algorithm: ClassVar[str]
     """Its method."""
@@ -174,7 +174,7 @@ class Computed(AccelerateRLTrainer):
                 callbacks += renaming_trackers(entries, self.named)
         if "tokenizer" in given:
             translated = translated.evolve(tokenizer={"tokenizer_path": None})
-        return self.engine(
+        return self.trainer_class(
             translated,
             outer=self,
             reward_fn=taking(self.reward_fn, "reward_fn", self._separator),

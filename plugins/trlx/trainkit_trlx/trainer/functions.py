@@ -103,7 +103,7 @@ def known_arguments(trainer: Any, given: dict[str, Any], where: str) -> dict[str
     Raises:
         ConfigError: it does not take one of them; ``where`` says where it stands.
     """
-    classes = (*trainer.__mro__, *getattr(trainer, "engine", object).__mro__)
+    classes = (*trainer.__mro__, *getattr(trainer, "trainer_class", object).__mro__)
     taken = [each for cls in classes for each in inspect.signature(cls.__init__).parameters.values()]
     known = dict.fromkeys(each.name for each in taken if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL))
     allowed = [name for name in known if name not in ("self", "config", "outer")]

@@ -9,11 +9,11 @@ from typing import Any
 from trainkit import Sequences
 from trainkit.errors import ConfigError, DataError, describe
 from trainkit_trlx.pipeline.offline_pipeline import IGNORED
+from trainkit_trlx.trainer.bridge import Bridge
 from trainkit_trlx.trainer.computed import Computed
-from trainkit_trlx.trainer.engine import Engine
 
 
-class Samples(Engine):
+class Samples(Bridge):
     """What trainers of trainkit that learn from samples do."""
 
     def from_trlx(self, batch: Any) -> Sequences:

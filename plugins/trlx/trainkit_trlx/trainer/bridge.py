@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Engine:
+class Bridge:
     """Stands before a trainer of trainkit in the order of inheritance.
 
     Args:
