@@ -189,8 +189,8 @@ def test_a_file_that_two_versions_of_trl_could_have_is_said_to_be_of_the_newer(t
         ),
         (
             "trl08_script.py",
-            ["4: TrainingArguments.optim has no counterpart: given 'paged_adamw_32bit'",
-             "5: DPOTrainer.ref_adapter_name has no counterpart"],
+            ["6: TrainingArguments.optim has no counterpart: given 'paged_adamw_32bit'",
+             "8: DPOTrainer.ref_adapter_name has no counterpart"],
         ),
     ],
 )  # fmt: skip
@@ -230,6 +230,7 @@ def test_modules_below_those_without_counterpart_have_their_advice() -> None:
         ("trainkit_trlx.ray_tune.wandb", "start it with trainkit sweep"),
         ("trainkit_trlx.sweep.x", "trainkit sweep"),
         ("trainkit_trl.commands.cli", "trainkit train"),
+        ("trainkit_trl.no_such_module", "Coming from TRL"),
     ):
         with pytest.raises(ImportError, match=told):
             importlib.import_module(module)

@@ -46,7 +46,8 @@ def rewritten(text: str) -> Rewritten:
                     lines[number] = _changed(lines[number], about)
                 found.refused += _missing(node, name)
         if "".join(lines) != found.text:
-            found.refused += _refused_settings(ast.parse(text), name)
+            refused = _refused_settings(ast.parse(text), name)
+            found.refused += sorted(refused, key=lambda each: int(each.partition(":")[0]))
             found.text = "".join(lines)
     found.text = "".join(lines)
     if found.text == before:
@@ -198,8 +199,7 @@ def _refused_settings(tree: ast.AST, name: str) -> Iterator[str]:
     sections = getattr(about.functions, "SECTIONS", {each: each for each in homes})
     for node in ast.walk(tree):
         given: dict[str, ast.expr] = {}
-        called = node.func if isinstance(node, ast.Call) else None
-        cls = getattr(called, "id", getattr(called, "attr", ""))
+        cls = _called(node)
         if isinstance(node, ast.Call) and cls in sections:
             given = {f"{sections[cls]}.{each.arg}": each.value for each in node.keywords if each.arg}
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
@@ -209,11 +209,18 @@ def _refused_settings(tree: ast.AST, name: str) -> Iterator[str]:
             keys = [(key.value, value) for key, value in _items(node) if str(key.value).split(".")[0] in homes]
             given = {str(path): value for path, value in keys}
         if given and id(node) not in seen:
-            seen |= {id(each) for each in ast.walk(node)}
+            parts = {id(each): each for each in ast.walk(node)}
+            seen |= {at for at, each in parts.items() if not (isinstance(each, ast.Call) and _called(each) in sections)}
             yield from _refused_of(given, about, name)
     for node in ast.walk(tree):
         if id(node) not in seen and isinstance(node, ast.Dict | ast.Call):
             yield from _refused_sampling(node)
+
+
+def _called(node: ast.AST) -> str:
+    """Return the name of what a call calls, without its module; empty of other nodes."""
+    called = node.func if isinstance(node, ast.Call) else None
+    return str(getattr(called, "id", getattr(called, "attr", "")))
 
 
 def _refused_of(given: Mapping[str, ast.expr], about: Framework, name: str) -> Iterator[str]:

@@ -211,8 +211,12 @@ class _Absent(MetaPathFinder):
             return
         about = next(name for name in FRAMEWORKS if framework(name).adapter == self.package)
         place = fullname.replace(self.package, framework(about).package, 1)
-        if said := advice(about, place):
-            raise ImportError(f"there is no module {fullname!r}: {'; '.join(said)}", name=fullname)
+        if fullname.rpartition(".")[2].startswith("_"):  # such as __main__, for which Python looks by itself
+            return
+        said = advice(about, place) or [
+            f"the tables of names on the page Coming from {framework(about).title} have what there is"
+        ]
+        raise ModuleNotFoundError(f"No module named {fullname!r}: {'; '.join(said)}", name=fullname)
 
 
 @cache

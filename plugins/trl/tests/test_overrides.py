@@ -228,7 +228,8 @@ def test_every_checkpoint_has_a_model_that_save_model_writes(tmp_path: Path) -> 
 
 
 REFUSED = [
-    "training_step", "evaluation_loop", "prediction_loop", "_save_checkpoint", "_save", "get_train_dataloader",
+    "visualize_samples", "_trl_activate_neftune", "prepare_model_inputs", "training_step", "evaluation_loop",
+    "prediction_loop", "_save_checkpoint", "_save", "get_train_dataloader",
     "get_eval_dataloader", "get_test_dataloader", "data_collator", "create_optimizer_and_scheduler", "_prepare_inputs",
     "_inner_training_loop", "_maybe_log_save_evaluate", "_get_train_sampler", "num_examples", "floating_point_ops",
     "hyperparameter_search", "call_model_init",

@@ -222,9 +222,9 @@ CASES: dict[str, tuple[Callable[[Case], Any], type[Exception], str]] = {
         r"push_to_store\(\) takes a list of PPORLElement; given \{'query': 1\}",
     ),
     "arguments of save_pretrained": (
-        lambda t: t.made().save_pretrained("saved", safe_serialization=True, max_shard_size="1GB"),
+        lambda t: t.made().save_pretrained("saved", max_shard_size="1GB", state_dict={}),
         ConfigError,
-        r"save_pretrained\(\) takes the directory alone, and is given max_shard_size",
+        r"save_pretrained\(\) takes the directory alone, and is given state_dict",
     ),
     "samples for a trainer of rollouts": (
         lambda t: t.ppo(reward_fn=None, samples=["ab"] * 4),
@@ -463,7 +463,7 @@ def test_a_mask_is_refused_before_anything_is_trained_or_sampled(
     ],
 )
 def test_a_module_that_is_lacking_says_what_to_use_instead(module: str, words: str) -> None:
-    with pytest.raises(ImportError, match=rf"there is no module 'trainkit_trlx\..*{words}"):
+    with pytest.raises(ImportError, match=rf"No module named 'trainkit_trlx\..*{words}"):
         importlib.import_module(f"trainkit_trlx.{module}")
 
 

@@ -155,6 +155,20 @@ def test_responses_of_an_encoder_decoder_begin_with_its_start_token() -> None:
         trainer.learn()
 
 
+def test_push_to_store_of_ones_own_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    enter(tmp_path, monkeypatch)
+    pushed: list[int] = []
+
+    @register_trainer
+    class Pushing(AcceleratePPOTrainer):
+        def push_to_store(self, data: Any) -> None:
+            pushed.append(len(data))
+            super().push_to_store(data)
+
+    trainer = run(small(default_ppo_config, train={"trainer": "Pushing", "total_steps": 2}))
+    assert set(pushed) == {trainer.config.method.num_rollouts}
+
+
 @table("store", [False, True])
 def test_a_run_that_is_resumed_ends_as_one_that_was_not_stopped(
     store: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,6 +1,11 @@
 from transformers import TrainingArguments
 from trl import DPOTrainer
 
-args = TrainingArguments(output_dir="out", optim="paged_adamw_32bit", max_steps=10)
-trainer = DPOTrainer("gpt2", args=args, beta=0.1, ref_adapter_name="b", train_dataset=pairs)
+trainer = DPOTrainer(
+    "gpt2",
+    args=TrainingArguments(output_dir="out", optim="paged_adamw_32bit", max_steps=10),
+    beta=0.1,
+    ref_adapter_name="b",
+    train_dataset=pairs,
+)
 trainer.train()

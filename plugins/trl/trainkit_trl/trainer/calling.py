@@ -40,7 +40,10 @@ NOT_CALLED: Mapping[str, str] = {
     **dict.fromkeys(("_get_train_sampler", "_get_eval_sampler", "_prepare_inputs", "_prepare_dataset"), BY_ROWS),
     **dict.fromkeys(("_prepare_non_packed_dataloader", "_prepare_packed_dataloader"), BY_ROWS),
     **dict.fromkeys(("create_optimizer_and_scheduler", "get_decay_parameter_names"), BY_OPTIMIZER),
+    **dict.fromkeys(("_trl_activate_neftune", "_activate_neftune"), "set neftune_noise_alpha"),
     "_maybe_log_save_evaluate": "override log, evaluate and save_model",
+    "prepare_model_inputs": "give the rows to step() as they should be",
+    "visualize_samples": BY_EVALUATION,
 }
 OF_PAIRS: Mapping[str, str] = {
     **dict.fromkeys(("tokenize_row", "build_tokenized_answer", "tokenize_batch_element"), BY_ROWS),

@@ -248,7 +248,7 @@ class AcceleratePPOTrainer(Computed):
     def _refresh(self) -> None:
         super()._refresh()
         trainer = self.trainer
-        if self.overrides("make_experience") or len(self.store):
+        if self.overrides("make_experience") or self.overrides("push_to_store") or len(self.store):
             trainer.make_experience = trainer.from_store  # for a whole collection, as trlX calls it
             rows = max(trainer.config.rollout.num_rollouts // trainer.parallel.world, 1)
             trainer.config = trainer.config.evolve(rollout={"batch_size": rows})
@@ -312,7 +312,8 @@ class AcceleratePPOTrainer(Computed):
     def make_experience(self, num_rollouts: int = 1024, iter_count: int = 0) -> None:
         """Sample responses to the next prompts, score them, and put the rollouts into ``store``.
 
-        `learn` calls it if it is overridden, or if ``store`` is not empty; otherwise it samples without the store.
+        `learn` calls it if it or `push_to_store` is overridden, or if ``store`` is not empty; otherwise it samples
+        without the store.
 
         Args:
             num_rollouts: how many, in this process.

@@ -57,8 +57,8 @@ SETTINGS = {
 }
 """Attributes that cannot be set, and what to do."""
 
-SAFE = ("safe_serialization", True)
-"""The argument of `save_pretrained` that holds anyway."""
+OF_WRITING = ("safe_serialization", "max_shard_size", "is_main_process", "save_function")
+"""Arguments of `save_pretrained` that say how files are written, which trainkit does in its own way."""
 GENERATION = {"generate_kwargs": "gen_kwargs", "generate_experience_kwargs": "gen_experience_kwargs"}
 """Attributes with arguments of `generate`, and the settings that they are made of."""
 
@@ -524,9 +524,13 @@ class Computed(AccelerateRLTrainer):
         """Export the model for transformers, by default to ``hf_model`` in the directory of the run.
 
         Raises:
-            ConfigError: there are other arguments than ``safe_serialization=True``, which holds anyway.
+            ConfigError: there are arguments that change what is written; those of how it is written have no effect.
         """
-        refuse_arguments("save_pretrained", {name: v for name, v in kwargs.items() if (name, v) != SAFE})
+        refuse_arguments("save_pretrained", {name: v for name, v in kwargs.items() if name not in OF_WRITING})
+        if without_effect := [name for name in kwargs if (name, kwargs[name]) != ("safe_serialization", True)]:
+            say_once(
+                f"{', '.join(without_effect)} of save_pretrained has no effect: weights are written as safetensors"
+            )
         self.trainer.begin()
         return self.trainer.save_pretrained(directory or self.trainer.run_dir / "hf_model")
 
