@@ -166,6 +166,7 @@ def test_remarks_say_what_a_file_does_not() -> None:
         ("axolotl_dpo.yml", "optim has no counterpart: given 'paged_adamw_8bit'"),
         ("axolotl_dpo.yml", "val_set_size has no counterpart: samples are not split"),
         ("axolotl_lora.yml", "datasets: data are an option of the command: --samples teknium/GPT4-LLM-Cleaned"),
+        ("axolotl_lora.yml", "datasets: type: alpaca has no effect: give rows with the columns"),
     ):
         assert f"{name}: {told}" in migrated(name).stderr
 

@@ -43,6 +43,12 @@ def datasets(value: Any, context: Context) -> Settings:
     paths = [str(each.get("path")) for each in value]
     more = "; join the datasets to one" if len(paths) > 1 else ""
     context.remarks.append(f"data are an option of the command: {option} {paths[0]}{more} (docs/data.md)")
+    others = dict.fromkeys(f"{name}: {given}" for each in value for name, given in each.items() if name != "path")
+    if others:
+        context.remarks.append(
+            f"{', '.join(others)} has no effect: give rows with the columns of docs/data.md, such as messages, or prompt "
+            "and output"
+        )
     return {}
 
 
