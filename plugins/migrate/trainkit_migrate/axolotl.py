@@ -46,7 +46,7 @@ def datasets(value: Any, context: Context) -> Settings:
     others = dict.fromkeys(f"{name}: {given}" for each in value for name, given in each.items() if name != "path")
     if others:
         context.remarks.append(
-            f"{', '.join(others)} has no effect: give rows with the columns of docs/data.md, such as messages, or prompt "
+            f"{', '.join(others)} has no effect: give rows with the columns of docs/data.md: messages, or prompt "
             "and output"
         )
     return {}
