@@ -132,8 +132,8 @@ def sampled_in_evaluations(value: Any, context: Context) -> Settings:
     if not value:
         return {}
     context.remarks.append(
-        "each evaluation samples responses of the policy, not of the reference, to the prompts of one batch: "
-        "samples.jsonl in the directory of the run"
+        "each evaluation samples responses of the policy, not of the reference, to the first prompts, as many as "
+        "per_device_eval_batch_size: samples.jsonl in the directory of the run"
     )
     length, prompt = (
         of_any_class(context, name) or usual for name, usual in (("max_length", 512), ("max_prompt_length", 128))

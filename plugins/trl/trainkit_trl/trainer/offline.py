@@ -170,16 +170,10 @@ class OfflineTrainer(Calling):
         self.tokenizer, self._log, self._own = tokenizer, Log(self), dict[str, Any]()
         if given.get("peft_config") is not None and has_adapter(model):
             model, given = self._adapted(model, given)
-        settings = {name: value for name, value in given.items() if name not in OBJECTS}
         optimizer, scheduler = given.get("optimizers") or (None, None)
         objects = {"optimizer": optimizer, "scheduler": scheduler, "reference": reference}
         live = {**self.makers(), **{name: value for name, value in objects.items() if value is not None}}
-        usual = {name: each.default for name, each in parameters(type(self)).items()}
-        config = settled(self.section, self.args, settings, usual, rows, live).evolve(**(changes or {}))
-        ours = {theirs: name for name, theirs in self.names.items()}
-        best = config.train.save_best
-        if not isinstance(best, bool) and (own := ours.get(best.metric.removeprefix("eval/"))):
-            config = config.evolve(train={"save_best": {"metric": f"eval/{own}", "mode": best.mode}})
+        config = self._translated(given, rows, live).evolve(**(changes or {}))
         if isinstance(model, str):
             config = config.evolve(model={"model_path": model})
         elif tokenizer is None:
@@ -203,13 +197,29 @@ class OfflineTrainer(Calling):
             self.trainer.add_eval_samples(held_out)
         self._sample_in_evaluations(given, held_out)
 
+    def _translated(self, given: Mapping[str, Any], rows: int | None, live: Iterable[str]) -> trainkit.TRLConfig[Any]:
+        """Return the configuration of trainkit for the arguments of the trainer; see `settled`."""
+        settings = {name: value for name, value in given.items() if name not in OBJECTS}
+        usual = {name: each.default for name, each in parameters(type(self)).items()}
+        config = settled(self.section, self.args, settings, usual, rows, live)
+        ours = {theirs: name for name, theirs in self.names.items()}
+        best = config.train.save_best
+        if not isinstance(best, bool) and (own := ours.get(best.metric.removeprefix("eval/"))):
+            config = config.evolve(train={"save_best": {"metric": f"eval/{own}", "mode": best.mode}})
+        return config
+
     def _sample_in_evaluations(self, given: Mapping[str, Any], held_out: Any) -> None:
         """With ``generate_during_eval``, make evaluations sample responses to prompts of a batch of held-out rows."""
         if held_out is None or not {**vars(self.args), **given}.get("generate_during_eval"):
             return
         rows = next(iter(held_out.values())) if isinstance(held_out, Several) else held_out
-        prompts = dict.fromkeys(row["prompt"] for row in rows)
-        self.trainer.add_eval_pipeline([*prompts][: self.args.per_device_eval_batch_size])
+        prompts: list[Any] = []  # texts or messages
+        for row in rows:
+            if len(prompts) == self.args.per_device_eval_batch_size:
+                break
+            if row["prompt"] not in prompts:
+                prompts.append(row["prompt"])
+        self.trainer.add_eval_pipeline(prompts)
 
     def _take_trackers(self, entries: list[Any]) -> list[Any]:
         """Make the trackers of accelerate, which `log` gives the metrics, and return those that are left."""

@@ -440,14 +440,7 @@ class Computed(AccelerateRLTrainer):
     def decode(
         self, prompts: Any, samples: Any, prompt_sizes: Any = None, append_eos_token: bool = False
     ) -> tuple[list[str], list[str], list[str]]:
-        """Decode token ids to (samples, prompts, outputs), with outputs cut at the first stop sequence.
-
-        Args:
-            prompts: ids of the prompts [B, P], or a list of them.
-            samples: ids of prompt and response, of an encoder-decoder those of the response; [B, T] or a list.
-            prompt_sizes: how many ids of each sample are its prompt; the width of the prompts without it.
-            append_eos_token: whether EOS stands after outputs that ended with it or were cut at a stop sequence.
-        """
+        """Decode token ids to (samples, prompts, outputs), as `AccelerateRLTrainer.decode` does."""
         prompts, samples = ([_ids(ids, 1) for ids in each] for each in (prompts, samples))
         sizes = [len(ids) for ids in prompts] if prompt_sizes is None else [int(size) for size in prompt_sizes]
         if not self.trainer.model_config.is_encoder_decoder:
@@ -501,12 +494,7 @@ class Computed(AccelerateRLTrainer):
         save_fn: Callable[[str], Any] | None = None,
         eval_fn: Callable[[dict[str, float]], Any] | None = None,
     ) -> None:
-        """Train to the end.
-
-        Args:
-            log_fn: called with the metrics whenever they are logged.
-            save_fn: called with the directory of every checkpoint.
-            eval_fn: called with the metrics of every evaluation.
+        """Train to the end, and call the functions as `AccelerateRLTrainer.learn` does.
 
         Raises:
             ConfigError: one of them takes other arguments.
