@@ -27,7 +27,6 @@ from hypothesis import HealthCheck, settings
 from tiers import pytest_collection_finish, pytest_collection_modifyitems, pytest_runtest_call  # noqa: F401
 from trainkit.plugins.discovery import GROUPS
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, by the modules of tests
 settings.register_profile(
     "trainkit", deadline=None, derandomize=True, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, by the modules of tests
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # to look for a model where there is no network takes a minute
 gc.disable()  # imports make many objects and no garbage: to look through them costs a fifth of collection
 ROOT = Path(__file__).parents[1]
 TIERS = {
