@@ -44,6 +44,7 @@ def logits(model: Any) -> torch.Tensor:
 @pytest.mark.parametrize("name", TRAINERS)
 def test_only_the_adapter_is_trained(name: str, tmp_path: Path) -> None:
     trainer = tiny_trainer(name, tmp_path, model__peft_config=LORA)
+    trainer.models.build()
     before = {key: tensor.clone() for key, tensor in trainer.unwrapped.state_dict().items()}
     trainer.learn()
     moved = {key for key, tensor in trainer.unwrapped.state_dict().items() if not torch.equal(tensor, before[key])}
@@ -163,6 +164,7 @@ def test_an_export_loads_in_transformers_merges_and_goes_on(name: str, kind: str
     again = tiny_trainer(
         name, tmp_path / "again", model__model_path=str(export), model__peft_config=KINDS[kind], optimizer__lr=0.01
     )
+    again.models.build()
     torch.testing.assert_close(logits(again.unwrapped.model), trained, rtol=0, atol=1e-5)
     again.learn()  # an adapter on an adapter: its export has both
     done = CliRunner().invoke(app, ["merge", str(tmp_path / "again" / "model"), str(tmp_path / "both")])

@@ -97,6 +97,7 @@ def test_a_sampler_that_is_off_is_noticed(name: str, tmp_path: Path) -> None:
     honest = tiny_trainer(name, tmp_path / "honest")
     trainer = tiny_trainer(name, tmp_path / "off", callbacks=[Off()])
     own = honest.core_sampler()
+    trainer.models.build()
     honest.unwrapped.load_state_dict(trainer.unwrapped.state_dict())
     assert sum(two_collections(trainer)) == 16
     assert trainer.progress.sampler_exact is False
@@ -171,7 +172,7 @@ def test_after_step_is_not_called_where_the_gradient_scaler_skipped_the_step(
     trainer = tiny_trainer("ilql", tmp_path / "run", train__total_steps=1)
     calls: list[int] = []
     monkeypatch.setattr(trainer, "after_step", lambda: calls.append(trainer.progress.step))
-    trainer.policy  # noqa: B018
+    trainer.models.build()
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu", enabled=False)
     monkeypatch.setattr(type(trainer.accelerator), "optimizer_step_was_skipped", property(lambda _: overflow))
     trainer.learn()

@@ -41,6 +41,7 @@ def uniform(run_dir: Path, **changes: Any) -> Any:
         "ppo", run_dir, arguments=arguments, rollout__max_new_tokens=1, rollout__batch_size=500, **changes
     )
     with torch.no_grad():
+        trainer.models.build()
         for weight in trainer.unwrapped.model.parameters():
             weight.zero_()
     return trainer
@@ -159,6 +160,7 @@ def test_episodes_are_chosen_by_the_sum_of_their_rewards(tmp_path: Path) -> None
 
 def test_the_best_can_be_trained_on(tmp_path: Path) -> None:
     trainer = tiny_trainer("ppo", tmp_path)
+    trainer.models.build()
     before = {name: value.clone() for name, value in trainer.unwrapped.state_dict().items()}
     trainer.step(*trainer.best_of(["ab", "c", "d", "e"], 4, keep=2))
     assert any(not torch.equal(value, before[name]) for name, value in trainer.unwrapped.state_dict().items())

@@ -583,6 +583,7 @@ def test_leftovers_that_are_links_are_removed_and_what_they_point_to_is_not(tmp_
 
 
 def weights(trainer: Any) -> dict[str, Tensor]:
+    trainer.models.build()
     return {name: tensor.clone() for name, tensor in trainer.unwrapped.state_dict().items()}
 
 

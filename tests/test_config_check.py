@@ -161,5 +161,5 @@ def test_it_is_told_if_the_text_of_a_model_that_reads_more_is_trained_alone(
             "num_attention_heads": 4, "num_key_value_heads": 2, "cross_attention_layers": [],
             "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
     trainer = tiny_trainer("sft", tmp_path, model={"model_type": "mllama", "text_config": text})
-    trainer.policy  # noqa: B018
+    trainer.models.build()
     assert "of the mllama, which reads more than text, the language model alone is loaded and trained" in caplog.text

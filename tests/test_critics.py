@@ -167,6 +167,7 @@ def trainer_of(directory: Path, resume: str | None = None, **settings: Any) -> A
 
 def test_a_run_with_a_branch_resumes_bit_exactly_and_is_exported_with_it(tmp_path: Path) -> None:
     whole = trainer_of(tmp_path / "whole", train__save_interval=2)
+    whole.models.build()
     before = {name: p.clone() for name, p in whole.unwrapped.critic.named_parameters()}
     whole.learn()
     after = dict(whole.unwrapped.critic.named_parameters())

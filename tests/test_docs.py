@@ -216,6 +216,7 @@ def test_make_targets_exist() -> None:
 def test_files_and_names_exist(tmp_path: Path) -> None:
     """Of links `make docs` reports those that lead nowhere."""
     trainer = tiny_trainer("ppo", tmp_path)
+    trainer.models.build()
     for document in DOCUMENTS:
         for span in spans(prose(document)):
             if span in {*GROUPS.values(), COMMANDS}:
@@ -240,6 +241,7 @@ def test_what_the_pages_import_exists() -> None:
 
 def test_the_contract_names_what_exists(tmp_path: Path) -> None:
     trainer = tiny_trainer("ppo", tmp_path)
+    trainer.models.build()
     listed = [name for _, table in tables_about("trainkit.AccelerateRLTrainer") for name in table.names]
     assert [name for name in listed if not hasattr(trainer, name)] == []
     abstract = trainkit.BaseRLTrainer.__abstractmethods__ - {"learn"}

@@ -330,7 +330,9 @@ def test_an_answer_that_is_not_what_was_asked_for_is_refused(
 def test_the_sampler_of_a_run_is_that_of_its_engine(plain: Any, tmp_path: Path) -> None:
     assert isinstance(plain.sampler, EngineSampler)
     assert plain.sampler.engine is plain.sampling.engine
-    assert str(tiny_trainer("rloo", tmp_path).sampling.engine) == "'local'"
+    usual = tiny_trainer("rloo", tmp_path)
+    usual.models.build()
+    assert str(usual.sampling.engine) == "'local'"
 
 
 def test_ending_too_early_or_too_late_is_refused(plain: Any) -> None:
@@ -405,6 +407,7 @@ def test_weights_are_loaded_only_when_they_have_changed_and_an_engine_is_closed_
 
 def test_weights_that_do_not_fit_are_refused_with_their_name(tmp_path: Path) -> None:
     trainer = tiny_trainer("rloo", tmp_path, rollout__engine="plain")
+    trainer.models.build()
     served, own = trainer.sampling.served, dict(trainer.sampling.weights.tensors())
     name, tensor = next(iter(own.items()))
 

@@ -97,6 +97,7 @@ def test_what_the_sampler_says_of_an_episode_is_what_the_policy_says(tmp_path: P
 def test_every_online_algorithm_learns_from_episodes_and_resumes_exactly(name: str, tmp_path: Path) -> None:
     changes = {"train__save_interval": 1, "train__batch_size": 4}
     straight = player(tmp_path / "a", name=name, **changes)
+    straight.models.build()
     start = {key: tensor.clone() for key, tensor in straight.unwrapped.state_dict().items()}
     straight.learn()
     player(tmp_path / "b", name=name, **changes, train__total_steps=3).learn()

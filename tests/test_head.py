@@ -150,7 +150,9 @@ def test_in_16_bits_the_gradient_is_as_exact_as_that_of_one_product(
         weight: Any = policy.model.get_output_embeddings().weight
         weight.grad_dtype = torch.promote_types(kept, torch.float32)  # as `MasterWeights` has it
         with torch.autocast("cpu", dtype, enabled=rounded):
-            found = policy(sequences, entropy=entropy, reference=Frozen(lambda: reference) if divergence else None)
+            found = policy(
+                sequences, entropy=entropy, reference=Frozen(lambda: reference).load() if divergence else None
+            )
         loss = found.divergence if divergence else found.entropy if entropy else -found.logprobs
         loss.sum().backward()
         return weight.grad.double()

@@ -70,6 +70,7 @@ def test_training_goes_on_with_the_heads_of_an_export_on_the_hub(name: str, cach
     path = cache.publish("someone/model", tmp_path / "run" / "model", revision="trained")
     where = {"cache_dir": str(cache.path), "revision": "trained"}
     again = tiny_trainer(name, tmp_path / "again", model__model_path=path, model__kwargs=where)
+    again.models.build()
     before, found = trainer.unwrapped.state_dict(), again.unwrapped.state_dict()
     heads = [key for key in before if not key.startswith("model.")]
     assert heads

@@ -141,7 +141,9 @@ def test_an_optimizer_of_the_user_is_told_to_lose_small_changes(
     assert not isinstance(trainer.optimizer.optimizer, MasterWeights)
     assert "the weights are bfloat16, and the given optimizer makes its steps on them" in caplog.text
     caplog.clear()
-    assert isinstance(tiny_trainer("sft", tmp_path / "own", **BF16).optimizer.optimizer, MasterWeights)
+    own = tiny_trainer("sft", tmp_path / "own", **BF16)
+    own.models.build()
+    assert isinstance(own.optimizer.optimizer, MasterWeights)
     assert "the weights are bfloat16" not in caplog.text
 
 
@@ -164,6 +166,7 @@ def test_under_bf16_the_declared_correction_uses_the_numbers_of_the_sampler(
             if not torch.is_grad_enabled():
                 counted.append(True)
 
+        trainer.models.build()
         trainer.unwrapped.register_forward_pre_hook(count)
         trainer.learn()
         runs[correction] = len(counted)

@@ -86,6 +86,7 @@ def test_activations_that_are_computed_again_give_the_same_gradient(case: str, t
     )
     plain.collect()
     for trainer in (plain, again):
+        trainer.models.build()
         trainer.policy.double()
     batch = plain.store.experience.map(lambda x: x.double() if x.is_floating_point() else x)
     torch.testing.assert_close(gradient(plain, batch), gradient(again, batch), rtol=1e-10, atol=1e-13)
@@ -115,6 +116,7 @@ def test_frozen_layers_keep_nothing_for_the_backward_pass(tmp_path: Path) -> Non
     frozen = tiny_trainer(
         "sft", tmp_path, train__gradient_checkpointing=True, model__num_layers_unfrozen=1, model=tiny_gpt2(10)
     )
+    frozen.models.build()
     frozen.policy.train()
     assert not frozen.unwrapped.model.get_input_embeddings()(torch.zeros(1, dtype=torch.long)).requires_grad
 
@@ -123,6 +125,7 @@ def test_models_that_cannot_compute_activations_again_are_refused(tmp_path: Path
     with pytest.raises(ConfigError, match=r"Linear does not support it .*set it to false"):
         recompute_activations(nn.Linear(2, 2))
     trainer = tiny_trainer("sft", tmp_path)
+    trainer.models.build()
     model = copy.deepcopy(trainer.unwrapped)
     type(model.model).supports_gradient_checkpointing = False
     try:
@@ -144,7 +147,7 @@ class Full:
 
     def __init__(self, trainer: Any, rows: int, error: Exception = FULL, *, after: int = 0) -> None:
         self.rows, self.error, self.after, self.seen = rows, error, after, []
-        trainer.unwrapped.model.base_model.register_forward_pre_hook(self, with_kwargs=True)
+        trainer.models.load_policy().model.base_model.register_forward_pre_hook(self, with_kwargs=True)
 
     def __deepcopy__(self, memo: Any) -> Full:
         return self  # the reference, a copy of the model, is limited too
@@ -210,6 +213,7 @@ def test_responses_that_do_not_fit_at_once_are_sampled_in_parts(
     name: str, fault: Exception, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole, scarce = (tiny_trainer(name, tmp_path / each) for each in ("whole", "scarce"))
+    scarce.models.build()
     decoder, sizes = scarce.sampling.engine.sampler.decoder, list[int]()
     prefill = decoder.prefill
 

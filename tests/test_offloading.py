@@ -138,5 +138,6 @@ def test_one_that_shares_frozen_layers_leaves_with_its_own_alone(tmp_path: Path)
 def test_it_stays_on_a_cpu_and_where_more_than_experience_is_made_of_it(tmp_path: Path) -> None:
     for name, device, moved in (("dpo", "cuda", True), ("dpo", "cpu", False), ("ppo", "cuda", False)):
         trainer = tiny_trainer(name, tmp_path)
+        trainer.models.build()
         assert type(trainer.reference) is Reference
         assert offloading.can_offload(trainer, trainer.reference, trainer.sharding, device) == moved

@@ -22,6 +22,7 @@ from trainkit.trainer.optim import check_given, make_scheduler
 
 
 def weights(trainer: Any) -> dict[str, torch.Tensor]:
+    trainer.models.build()
     return {name: tensor.clone() for name, tensor in trainer.unwrapped.state_dict().items()}
 
 
@@ -175,7 +176,7 @@ def test_an_optimizer_and_a_schedule_of_the_user_train_and_resume_bit_exactly(tm
 
 
 def test_an_optimizer_over_a_live_model_is_stepped(tmp_path: Path) -> None:
-    model = tiny_trainer("sft", tmp_path / "usual").unwrapped.model
+    model = tiny_trainer("sft", tmp_path / "usual").models.load_policy().model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = lr_scheduler.ExponentialLR(optimizer, 0.5)
     trainer = trainkit.train(

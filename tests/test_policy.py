@@ -276,6 +276,7 @@ OF_LAYERS = [("gemma3", 40)] if version("transformers") >= "5.23" else []  # old
 def test_rotary_positions_do_not_follow_the_longest_row(name: str, limit: int, tmp_path: Path) -> None:
     """Of a length limit beyond the original context the long factors are used for all rows."""
     trainer = tiny_trainer("ppo", tmp_path, model={**SMALL, **ROPES[name]}, train__seq_length=limit)
+    trainer.models.build()
     policy, ids = trainer.unwrapped, [3, 4, 5, 6, 7, 8, 9, 3]
     alone = Sequences.from_lists([ids[:4]], [ids[4:]])
     both = Sequences.from_lists([ids[:4], ids], [ids[4:], (ids * 5)[: limit - len(ids)]])

@@ -83,6 +83,7 @@ def drifted(run_dir: Path, **changes: Any) -> Any:
 
 def rates_of(trainer: Any) -> list[float]:
     used: list[float] = []
+    trainer.models.build()
     trainer.optimizer.optimizer.register_step_pre_hook(lambda opt, *_: used.append(opt.param_groups[0]["lr"]))
     trainer.learn()
     return used

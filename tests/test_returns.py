@@ -97,6 +97,7 @@ def test_a_wrong_return_of_loss_is_an_error(wrong: Callable[[Tensor, Any], Any],
 def test_a_wrong_return_of_loss_is_told_before_the_weights_move(case: str, tmp_path: Path) -> None:
     wrong, told = LOSSES[case]
     trainer = changed("sft", tmp_path, "loss", lambda right: wrong(*right))
+    trainer.models.build()
     before = [p.detach().clone() for p in trainer.unwrapped.parameters()]
     with pytest.raises(PluginError, match=rf"(?s)^'sft': loss returned {told}"):
         trainer.learn()

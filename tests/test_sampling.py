@@ -1253,6 +1253,7 @@ def test_what_is_given_to_step_ended_where_the_sampler_says_it_did(tmp_path: Pat
     honest = tiny_trainer("ppo", tmp_path, rollout__stop_sequences=["gg"])
     mask = rail("abc", "de", "hh", "gg")
     trainer = type(honest)(honest.config, tokenizer=honest.tokenizer, reward_fn=honest.reward_fn, logit_mask=mask)
+    trainer.models.build()
     trainer.unwrapped.model.generation_config.eos_token_id = ids_of("e")
     sampled = trainer.generate(["a", "d", "g", "h"])
     assert sampled.terminated.tolist() == [True, True, True, False]

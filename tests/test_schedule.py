@@ -19,6 +19,7 @@ def test_the_rate_that_is_logged_is_the_one_of_the_step(tmp_path: Path) -> None:
     settings = {"scheduler__name": "linear", "scheduler__warmup_steps": 2, "optimizer__lr": 0.6}
     trainer = tiny_trainer("sft", tmp_path / "run", **settings, train__total_steps=5)
     used: list[float] = []
+    trainer.models.build()
     step = trainer.optimizer.step
 
     def noted() -> None:

@@ -60,7 +60,7 @@ def batch(vocab: int = V) -> Sequences:
 
 
 def frozen(model: PreTrainedModel, **settings: Any) -> Frozen:
-    return Frozen(lambda: make_policy(model, **settings))
+    return Frozen(lambda: make_policy(model, **settings)).load()
 
 
 # ---------------------------------------------------------------------------------------------------- divergences
@@ -369,6 +369,7 @@ def test_an_adapter_as_a_reference_is_merged_and_the_policys_adapter_is_not_adde
     )
     sequences = batch()
     expected = told_by(tuned.unwrapped.model, sequences)
+    trainer.models.build()
     torch.testing.assert_close(trainer.reference(sequences).logprobs, expected, rtol=1e-4, atol=1e-5)
     assert not any("lora" in name for name in trainer.reference.policy.state_dict())
     assert (expected - trainer.unwrapped(sequences).logprobs).abs().max() > 0.1
@@ -385,6 +386,7 @@ def test_settings_that_name_the_trained_models_repository_do_not_apply_to_the_re
         model__kwargs={"subfolder": "inner", "attn_implementation": "eager"},
         model__dtype="bfloat16",
     )
+    trainer.models.build()
     model = trainer.reference.policy.model
     assert (model.config.n_embd, model.config._attn_implementation, model.dtype) == (16, "eager", torch.bfloat16)
 
@@ -547,6 +549,7 @@ def test_random_second_models_are_seeded_and_differ_from_each_other(tmp_path: Pa
     def two(seed: int) -> list[str]:
         trainer = tiny_trainer("distil", tmp_path, train__seed=seed)
         torch.rand(seed)  # the global generator has no effect
+        trainer.models.build()
         return [trainer.teacher.fingerprint, trainer.frozen(TEACHER).fingerprint]
 
     assert two(1) == two(1)
@@ -562,7 +565,7 @@ def test_a_policy_or_a_wrapper_can_be_frozen_and_keeps_its_adapter(tmp_path: Pat
             parameter.add_(0.3 * ("lora_B" in name))
     expected = told_by(model, sequences)
     for given in (adapted, make_policy(model, temperature=3.0, value_head=True)):
-        made = trainer.frozen(given)
+        made = trainer.frozen(given).load()
         assert torch.equal(made(sequences).logprobs, expected)
         assert made(sequences).values is None
     assert not any(p.requires_grad for p in model.parameters())
@@ -578,7 +581,7 @@ def test_what_cannot_be_frozen_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"frozen\(\) has a vocabulary of 9 tokens"):
         trainer.frozen(tiny_gpt2(9))
     with pytest.raises(ConfigError, match=r"frozen\(\) shares weights with the trained model"):
-        trainer.frozen(trainer.unwrapped).policy  # noqa: B018  (loads it)
+        trainer.frozen(trainer.models.load_policy()).load()
 
 
 @pytest.mark.slow

@@ -299,6 +299,7 @@ def test_a_run_that_trains_a_part_resumes_bit_equal(name: str, changes: dict[str
 @one_of_each
 def test_a_loop_of_ones_own_generates_steps_and_evaluates(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
     trainer = tiny_trainer(name, tmp_path, model=fields)
+    trainer.models.build()
     before = {key: value.clone() for key, value in trainer.unwrapped.state_dict().items()}
     prompts = [p for p in ("ab", "c", "def", "g") for _ in range(trainer.samples_per_prompt)]
     rollouts = trainer.generate(prompts, max_new_tokens=4)
@@ -417,6 +418,7 @@ def test_an_adapter_is_trained_exported_and_goes_on(name: str, fields: str, tmp_
 def test_a_cut_response_goes_on_with_the_value_of_the_state_it_ends_in(tmp_path: Path) -> None:
     """The state in which the decoder has read every token of the response."""
     trainer = tiny_trainer("ppo", tmp_path, model=tiny_t5(V), method__bootstrap_truncated=True)
+    trainer.models.build()
     torch.nn.init.normal_(trainer.unwrapped.value_head.summary.weight)
     rollouts = trainer.generate(["ab", "c", "def"], max_new_tokens=5)
     rollouts = replace(rollouts, terminated=torch.tensor([False, True, False]))

@@ -157,6 +157,7 @@ def test_logit_masks_adapters_and_divergences_are_the_same() -> None:
 @table("kind", ["PREFIX_TUNING", "PROMPT_TUNING"])
 def test_virtual_tokens_stand_before_shared_prompts(kind: str, tmp_path: Path) -> None:
     trainer = tiny_trainer("rloo", tmp_path, model__peft_config={"peft_type": kind, "num_virtual_tokens": 3})
+    trainer.models.build()
     policy = trainer.unwrapped
     assert policy.can_share_prompts
     assert_same(policy, rows().map(lambda x: x % 8 if x.dtype == torch.long else x), 1e-5, entropy=True)
@@ -352,6 +353,7 @@ def test_prompts_are_shared_where_it_pays(
     monkeypatch.setattr(sharing, "GAIN", 0.9)
     monkeypatch.setitem(batches.PASS_COST, "cpu", batches.PassCost(128))
     trainer = tiny_trainer("rloo", tmp_path, train__microbatch_size=size)
+    trainer.models.build()
     assert trainer.sharing.pays(*counted) is shares
 
 
@@ -382,6 +384,6 @@ def test_asking_for_it_where_it_cannot_be_is_refused(tmp_path: Path) -> None:
         tiny_trainer("ppo", tmp_path, train__share_prompts=True)
     frozen = tiny_trainer("rloo", tmp_path, train__share_prompts=True, model__num_layers_unfrozen=1)
     with pytest.raises(ConfigError, match="prompts cannot be shared: the output of frozen layers is stored for whole"):
-        frozen.policy  # noqa: B018
+        frozen.models.build()
     usual = trainkit.TRLConfig.from_dict({"method": "rloo"})
     assert usual.train.share_prompts is None

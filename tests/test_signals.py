@@ -294,6 +294,7 @@ class Ends:
 
     def __init__(self, trainer: Any, at: int) -> None:
         self.passes, self.at = 0, at
+        trainer.models.build()
         trainer.unwrapped.model.base_model.register_forward_pre_hook(self.count)
 
     def count(self, *_: Any) -> None:

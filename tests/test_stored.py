@@ -148,6 +148,7 @@ def test_other_bases_are_as_they_were(settings: dict[str, Any], tmp_path: Path) 
     path = checkpoint(tiny_llama(10), tmp_path / "base")
     changes = {"model__model_path": path, "model__peft_config": LORA, **BF16, **settings}
     trainer = tiny_trainer("sft", tmp_path / "run", **changes)
+    trainer.models.build()
     assert not any(isinstance(module, StoredLinear) for module in trainer.unwrapped.modules())
 
 
@@ -155,6 +156,6 @@ def test_a_live_model_is_not_changed(tmp_path: Path) -> None:
     path = checkpoint(tiny_llama(10), tmp_path / "base")
     live = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     trainer = tiny_trainer("dpo", tmp_path / "run", arguments={"model": live}, model__model_path=None, **BF16)
-    trainer.reference  # noqa: B018  (makes it)
+    trainer.models.build()
     assert not any(isinstance(module, StoredLinear) for module in trainer.reference.policy.modules())
     assert float32(live) == {name for name, _ in live.named_parameters()}

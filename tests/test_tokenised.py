@@ -64,6 +64,7 @@ def test_the_loss_is_that_of_the_labels(tmp_path: Path) -> None:
     trainer.add_samples([{"input_ids": [1, 2, 3, 4], "labels": [-100, -100, 3, 4]}, {"input_ids": [5, 6]}])
     batch = trainer.make_experience(list(trainer.pipeline.rows))
     labels = torch.tensor([[-100, -100, 3, 4], [-100, 6, -100, -100]])
+    trainer.models.build()
     logits = trainer.unwrapped.model(batch.input_ids, attention_mask=batch.attention_mask).logits
     expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     assert trainer.loss(batch)[0].item() == pytest.approx(expected.item(), abs=1e-6)

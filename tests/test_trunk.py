@@ -84,6 +84,7 @@ def test_the_trunk_runs_once_for_reference_and_all_passes(unfrozen: int, tmp_pat
     """Counted in the run: per collection one pass of a frozen block over the sequences, beside the sampler's."""
     trainer = tiny_trainer("ppo", tmp_path, model=tiny_gpt2(10, n_layer=L), model__num_layers_unfrozen=unfrozen)
     calls = {"frozen": 0, "trained": 0}
+    trainer.models.build()
     assert trainer.unwrapped.trunk.blocks is not None
     first, last = trainer.unwrapped.trunk.blocks[0], trainer.unwrapped.trunk.blocks[-1]
     trainer.collect()
@@ -346,6 +347,7 @@ LORA = {"r": 2, "target_modules": ["embed_tokens"]}
 def test_adapters_below_frozen_blocks_are_trained(peft: dict[str, Any], tmp_path: Path) -> None:
     model = tiny_llama(10, num_hidden_layers=L)
     trainer = tiny_trainer("sft", tmp_path, model=model, model__peft_config=peft, train__total_steps=2)
+    trainer.models.build()
     before = {name: p.clone() for name, p in trainer.unwrapped.named_parameters() if p.requires_grad}
     trainer.learn()
     moved = {name for name, p in trainer.unwrapped.named_parameters() if name in before and (p != before[name]).any()}

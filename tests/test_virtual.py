@@ -223,6 +223,7 @@ def test_the_models_own_generate_continues_after_the_virtual_tokens(kind: str) -
 @pytest.mark.parametrize("name", TRAINERS)
 def test_only_the_virtual_tokens_are_trained(name: str, kind: str, tmp_path: Path) -> None:
     trainer = tiny_trainer(name, tmp_path, model__peft_config=KINDS[kind])
+    trainer.models.build()
     before = {key: tensor.clone() for key, tensor in trainer.unwrapped.state_dict().items()}
     trainer.learn()
     moved = {key for key, tensor in trainer.unwrapped.state_dict().items() if not torch.equal(tensor, before[key])}
@@ -371,6 +372,7 @@ def test_an_export_is_loaded_by_peft_and_trained_further(kind: str, base: str, t
     assert "AutoPeftModelForCausalLM" in (export / "README.md").read_text()
 
     again = tiny_trainer("ppo", tmp_path / "again", model__model_path=str(export), optimizer__lr=0.01)
+    again.models.build()
     torch.testing.assert_close(logits(again.unwrapped.model), trained, rtol=0, atol=1e-6)
     assert torch.equal(again.unwrapped.value_head.summary.weight, trainer.unwrapped.value_head.summary.weight)
     again.collect()

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +92,7 @@ def _changes_outputs(model: Any) -> bool:
 class Frozen:
     """A second model as a frozen policy, such as a teacher: ``frozen(sequences) -> TokenOutputs``.
 
-    It is loaded when ``policy`` is first read. It is always in evaluation mode and computes no gradients. It does not
+    `load` loads it. It is always in evaluation mode and computes no gradients. It does not
     start from the output of the trained policy's frozen layers (`Sequences.trunk`), because it has layers of its own.
 
     Args:
@@ -101,16 +101,25 @@ class Frozen:
 
     def __init__(self, load: Callable[[], Policy]) -> None:
         self._load = load
+        self._policy: Policy | None = None
 
-    @cached_property
+    def load(self) -> Self:
+        """Load the policy, once."""
+        if self._policy is None:
+            self._policy = self._load().eval().requires_grad_(False)
+        return self
+
+    @property
     def policy(self) -> Policy:
-        """The frozen policy; it is loaded now if it has not been used before."""
-        return self._load().eval().requires_grad_(False)
+        """The frozen policy. It must be loaded."""
+        if self._policy is None:
+            raise RuntimeError("the frozen model is not loaded yet; call load(), as trainer.models.build() does")
+        return self._policy
 
     @property
     def loaded(self) -> bool:
         """Whether the policy has been loaded."""
-        return "policy" in vars(self)
+        return self._policy is not None
 
     @cached_property
     def fingerprint(self) -> str:

@@ -46,10 +46,10 @@ class Identity:
 
     @cached_property
     def start(self) -> str | None:
-        """Fingerprint of the weights that the run started from and that checkpoints do not hold; it never changes."""
-        self._run.models.build()
-        if "start" in vars(self):  # computed before the model was divided
-            return vars(self)["start"]  # type: ignore[no-any-return]
+        """Fingerprint of the weights that the run started from and that checkpoints do not hold; it never changes.
+
+        `read_whole` has computed it if the model is divided. The models must be built.
+        """
         with self._run.parallel.sharding.unsharded():
             return self._of_start(self._run.models.reference)
 

@@ -386,6 +386,7 @@ def load(trainer: RunView, path: Path) -> None:
     path = trainer.parallel.on_main(lambda: _found_at(path))
     state = checkpoint.read_state(path, "loop")
     state |= _own_method(trainer, path, state["processes"])
+    trainer.models.build()  # creates model, optimizer and reference from the initial weights
     drift = [*_check_identity(trainer, state, path), *provenance.changes(state.get("makers"), trainer.identity.makers)]
     trainer.run_state.recorded_frozen = state["frozen"]
     trainer.store.clear()
@@ -394,7 +395,6 @@ def load(trainer: RunView, path: Path) -> None:
     if trainer.plan.collects_once:
         trainer.collector.fill()  # an offline store is not saved: the dataset and the initial model determine it
     filled = trainer.progress.prompts
-    trainer.models.build()  # creates model, optimizer and reference from the initial weights
     try:
         _load_trained(trainer, _model_state(path, state), state)
         _load_loop(trainer, state)

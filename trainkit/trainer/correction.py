@@ -134,6 +134,7 @@ class Correction:
     @torch.no_grad()
     def behaviour(self, rollouts: Rollouts) -> TokenOutputs:
         """Return what the policy that sampled ``rollouts`` computes; see `AccelerateRLTrainer.behaviour`."""
+        self.models.build()
         ahead, policy, at = self.config.rollout.staleness > 0, self.models.unwrapped, self.progress
         if ahead and not self.supported and rollouts.logprobs is not None and rollouts.entropy is not None:
             return TokenOutputs(rollouts.logprobs, entropy=rollouts.entropy)

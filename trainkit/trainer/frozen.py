@@ -50,11 +50,11 @@ class FrozenModels:
         frozen = Frozen(partial(self._load, source, key, len(self.models.frozen)))
         self.models.frozen.append(frozen)
         if self.models.built:
-            frozen.policy  # noqa: B018  (loads it, on all processes together)
+            frozen.load()  # on all processes together
         return frozen
 
     def _load(self, source: Any, key: str, index: int) -> Policy:
-        trained, parallel = self.models.unwrapped, self.models.parallel
+        trained, parallel = self.models.load_policy(), self.models.parallel
         with global_rng(self.config.train.seed, "frozen", index, device=parallel.device):
             model: Any = load_frozen(self.config.model, source, key)
         moving = {id(parameter) for parameter in trained.parameters() if parameter.requires_grad}

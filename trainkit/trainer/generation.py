@@ -216,6 +216,7 @@ def given_rollouts(
     _check_groups(trainer, prompts)
     check_ids(trainer, prompts, ids)
     sampled = None if masks is None else [_mask(mask, row, index) for index, (mask, row) in _paired(masks, ids)]
+    trainer.models.build()
     settings, skip = trainer.settings(), trainer.config.rollout.skip_special_tokens
     stops, eos = settings.stop_sequences, {*eos_ids(trainer.unwrapped.model, trainer.tokenizer)}
     eos |= {*settings.stop_token_ids}

@@ -147,7 +147,7 @@ def load_tried(
     trainer = cls(config, trust_remote_code=trust_remote_code, **known)
     trainer.text.encode.advice = "Shorten it" + ("" if trainer.text.is_encoder_decoder else ", or lower max_new_tokens")
     trainer.progress.step = int(source.mark.get("step", 0))
-    trainer.models.use(trainer.unwrapped.to(trainer.parallel.device))  # without optimizer and reference
+    trainer.models.use(trainer.models.load_policy().to(trainer.parallel.device))  # without optimizer and reference
     return Tried(source, trainer, wanted, omitted)
 
 

@@ -503,13 +503,13 @@ class AcceleratedLoop(BaseRLTrainer[M]):
     @property
     def policy(self) -> nn.Module:
         """The trainable model as `loss` must call it, so that gradients are synchronised."""
-        self.models.build()
+        self.models.check_built("the policy")
         return self.models.policy  # type: ignore[no-any-return]
 
     @property
     def optimizer(self) -> Any:
         """The optimizer as prepared by accelerate."""
-        self.models.build()
+        self.models.check_built("the optimizer")
         return self.models.optimizer
 
     @property
@@ -518,7 +518,7 @@ class AcceleratedLoop(BaseRLTrainer[M]):
 
         For algorithms with ``needs_reference``.
         """
-        self.models.build()
+        self.models.check_built("the reference")
         reference = self.models.reference
         if reference is None:
             raise AttributeError(f"{type(self).__name__} keeps no reference; set needs_reference = True in the class")
@@ -558,6 +558,7 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         Every process has the whole model, and runs it as often as it wants. But if the collector `keeps_sharded`, all
         run it together: the same calls in the same order, and `in_micro_batches` makes equally many passes on each.
         """
+        self.models.build()
         self.unwrapped.eval()
         gathered = nullcontext() if self.collector.keeps_sharded else self.sharding.unsharded()
         with gathered, torch.no_grad(), self.accelerator.autocast():

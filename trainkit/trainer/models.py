@@ -71,6 +71,7 @@ class Models:
         self._given_optimizer, self._given_scheduler = optimizer, scheduler
         self._make_policy, self._finish, self._make_reference = make_policy, finish, make_reference
         self._before_dividing, self._copied = before_dividing, copied
+        self._unwrapped: Any = None
         self.built = False
         """Whether `build` has made the models."""
         self.policy: Any = None
@@ -89,9 +90,20 @@ class Models:
         """The number of optimizer steps of the run; 0 if it is not known."""
         return self._total_steps()
 
-    @cached_property
+    @property
     def unwrapped(self) -> Any:
-        """The policy itself, without the wrapper of accelerate. It is loaded when it is first read."""
+        """The policy itself, without the wrapper of accelerate. `build` must have been called."""
+        if self._unwrapped is None:
+            raise not_built("the policy")
+        return self._unwrapped
+
+    def load_policy(self) -> Any:
+        """Load the policy on this process, without reference and optimizer, and return it; once."""
+        if self._unwrapped is None:
+            self._unwrapped = self._loaded()
+        return self._unwrapped
+
+    def _loaded(self) -> Any:
         with global_rng(self.config.train.seed, "model", device=self.parallel.device), self.as_trained():
             policy = self._make_policy(self.config)
         if self.config.train.gradient_checkpointing:
@@ -108,14 +120,14 @@ class Models:
         divided = self.parallel.sharding.keeps_sharded
         once = divided and not self._copied()  # no other process needs the weights whole
         with loaded_by_one(self.parallel.is_main) if once else nullcontext():
-            policy = self.unwrapped
+            policy = self.load_policy()
             if not divided:  # otherwise each block is moved and made equal when it is divided
                 policy = policy.to(self.parallel.device)
                 self.parallel.make_equal(policy)  # as DDP will do, but before the reference is made
             with self.as_trained():
                 reference = self._make_reference(policy)  # before the weights can move
             for frozen in self.frozen:
-                frozen.policy  # noqa: B018  (loads it)
+                frozen.load()
         if divided:
             self._before_dividing(reference)
         self._warn_of_low_precision(policy)
@@ -134,6 +146,11 @@ class Models:
     def use(self, policy: nn.Module, optimizer: Any = None, reference: Any = None) -> None:
         """Use models that are made and prepared already, instead of those that `build` makes."""
         self.policy, self.optimizer, self.reference, self.built = policy, optimizer, reference, True
+
+    def check_built(self, what: str) -> None:
+        """Raise a `RuntimeError` if ``what`` is not made yet: `build` has not been called."""
+        if not self.built:
+            raise not_built(what)
 
     def as_trained(self) -> AbstractContextManager[None]:
         """Return a context in which models are loaded, and run as in training to find out what they are like.
@@ -219,3 +236,8 @@ class Models:
             )
         if self.parallel.accelerator.scaler is not None and state["scaler"] is not None:
             self.parallel.accelerator.scaler.load_state_dict(state["scaler"])
+
+
+def not_built(what: str) -> RuntimeError:
+    """Return the error of reading ``what`` before it is made."""
+    return RuntimeError(f"{what} is not made yet; call trainer.models.build(), on all processes, as learn() does")

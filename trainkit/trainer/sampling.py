@@ -96,7 +96,7 @@ class Sampling:
     @cached_property
     def sampler(self) -> Sampler:
         """The sampler, which turns prompts into rollouts: that of a plugin's ``make_sampler``, or the engine's."""
-        self.models.build()  # the sampler reads the model where accelerate has put it
+        self.models.check_built("the sampler")  # which reads the model where accelerate has put it
         from_hook: Any = self._make_sampler()
         name = entry_name(self.config.rollout.engine)
         if from_hook is None:
@@ -121,8 +121,7 @@ class Sampling:
     @cached_property
     def engine(self) -> Engine:
         """The generation engine that `rollout.engine` names; it is started when it is first used."""
-        self.models.build()  # it has started the engine if the model is divided for good
-        return vars(self).get("engine") or self._started_engine()
+        return self._started_engine()
 
     def _started_engine(self) -> Engine:
         served = self.served
@@ -246,6 +245,7 @@ class Sampling:
 
     def _ready_sampler(self) -> Sampler:
         """Return the sampler, with the weights that it has to sample with."""
+        self.models.build()
         sampler = self.sampler
         if self._weights_ahead is None:  # otherwise the policy is trained at the same time
             self.models.unwrapped.eval()
@@ -258,7 +258,7 @@ class Sampling:
     @contextmanager
     def ready(self) -> Iterator[None]:
         """Let every process sample inside the block: give its engine the weights, or gather the model."""
-        self.models.build()
+        self.models.build()  # all processes together
         with nullcontext() if self.samples_apart else self.parallel.sharding.unsharded():
             self._ready_sampler()  # all processes together, also one that samples nothing
             yield

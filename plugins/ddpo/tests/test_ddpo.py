@@ -104,6 +104,7 @@ def test_before_the_first_update_the_ratio_is_one(precision: str, tmp_path: Path
 def test_latents_kept_in_half_have_the_logprobs_they_were_sampled_with(dtype: torch.dtype, tmp_path: Path) -> None:
     """To 1e-6 for every row alone."""
     trainer = tiny_trainer("ddpo", tmp_path)
+    trainer.models.build()
     policy = trainer.unwrapped
     noise = torch.randn((4, 4, 1, 8, 8), generator=torch.Generator().manual_seed(0))
     condition = policy.pipeline.encode(["a", "bc", "def", "e"])
@@ -235,6 +236,7 @@ def test_pictures_hold_what_was_made(channels: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("adapter", [None, {"r": 2, "init_lora_weights": False}])
 def test_an_export_makes_the_same_images(adapter: dict[str, Any] | None, tmp_path: Path) -> None:
     trainer = tiny_trainer("ddpo", tmp_path / "run", model__peft_config=adapter, train__total_steps=3)
+    trainer.models.build()
     before = {name: value.clone() for name, value in trainer.unwrapped.state_dict().items()}
     trainer.learn()
     moved = [name for name, value in trainer.unwrapped.state_dict().items() if not torch.equal(value, before[name])]
@@ -361,7 +363,7 @@ def test_denoising_is_learnt_from_images() -> None:
 )
 def test_what_cannot_be_run_is_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):
-        tiny_trainer("ddpo", tmp_path, **changes).unwrapped  # noqa: B018
+        tiny_trainer("ddpo", tmp_path, **changes).models.build()
 
 
 def test_dropout_of_an_adapter_that_would_be_switched_off_is_refused_at_the_door(tmp_path: Path) -> None:
@@ -369,6 +371,7 @@ def test_dropout_of_an_adapter_that_would_be_switched_off_is_refused_at_the_door
     with pytest.raises(ConfigError, match=r"lora_dropout is 0\.5, and model\.disable_dropout switches all dropout off"):
         tiny_trainer("ddpo", tmp_path, model__peft_config=adapter)
     trainer = tiny_trainer("ddpo", tmp_path, model__peft_config=adapter, model__disable_dropout=False)
+    trainer.models.build()
     kept = [module.p for module in trainer.unwrapped.modules() if isinstance(module, torch.nn.Dropout)]
     assert kept == [0.5] * 4, "one for each layer of the attention"
 

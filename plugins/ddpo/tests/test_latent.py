@@ -121,6 +121,7 @@ def test_images_are_those_of_the_pipeline_itself(saved: str, tmp_path: Path) -> 
     from diffusers import DDIMScheduler
 
     trainer = latent_trainer(saved, tmp_path, method__guidance_scale=3.0, method__negative_prompt="b")
+    trainer.models.build()
     policy = trainer.unwrapped
     noise = torch.randn((2, 5, 4, 4, 4), generator=torch.Generator().manual_seed(0))
     pipe = tiny_pipe()
@@ -197,6 +198,7 @@ def test_a_run_with_an_adapter_resumes_bit_equal_and_checkpoints_hold_the_adapte
 def test_what_is_frozen_stays_as_it_samples_while_the_network_trains(saved: str, tmp_path: Path) -> None:
     """Or dropout of the text encoder would make another condition of the same prompt."""
     trainer = latent_trainer(saved, tmp_path)
+    trainer.models.build()
     trainer.policy.train()
     pipeline = trainer.unwrapped.pipeline
     assert all(module.training for module in pipeline.network.modules())

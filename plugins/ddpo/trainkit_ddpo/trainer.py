@@ -261,7 +261,7 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
     def draw(self, rows: list[Row], seeds: Sequence[int]) -> tuple[ImageRollouts, Trajectories]:
         """Sample images for ``rows``, each from its seed, and return them with their trajectories."""
         device = self.accelerator.device
-        self.policy  # noqa: B018  (moves the model to accelerate's device)
+        self.models.build()
         policy: DiffusionPolicy = self.unwrapped.eval()
         shape = (self.method.num_steps + 1, *policy.pipeline.shape)
         draws = [torch.randn(shape, generator=torch.Generator(device).manual_seed(s), device=device) for s in seeds]

@@ -52,6 +52,7 @@ def told(trainer: Any, advantages: Sequence[float] = (0.0, 0.0)) -> float:
     """The loss on two responses of 2 and 1 tokens, and on nothing of the prompts."""
     batch = DistillBatch(Sequences.from_lists([[0], [0, 0]], [[0, 1], [2]]), torch.tensor(advantages))
     with torch.no_grad():
+        trainer.models.build()
         loss, metrics = trainer.loss(batch)
     assert isinstance(metrics["loss/divergence"], Mean)
     return float(loss)
@@ -98,6 +99,7 @@ def test_the_loss_is_a_mean_over_response_tokens(tmp_path: Path) -> None:
     trainer = distiller(tmp_path, logit_mask=after_a)
     batch = DistillBatch(Sequences.from_lists([[0], [0, 1]], [[0, 1], [2]]), torch.zeros(2))
     with torch.no_grad():
+        trainer.models.build()
         assert float(trainer.loss(batch)[0]) == pytest.approx((2 * 0.0566330 + 0.591780903) / 3, abs=1e-6)
 
 
@@ -146,6 +148,7 @@ def test_gradients_equal_finite_differences(divergence: str, advantage: float, t
     """By the logits of a state, in float64."""
     mixed = {"method__beta": 0.3} if divergence == "jensen_shannon" else {}
     trainer = distiller(tmp_path, method__divergence=divergence, **mixed)
+    trainer.models.build()
     loss, _ = trainer.loss(DistillBatch(Sequences.from_lists([[0]], [[1]]), torch.tensor([advantage])))
     (slopes,) = torch.autograd.grad(loss, trainer.unwrapped.model.transformer.wte.weight)
     logits, step = [math.log(x) for x in P], 1e-6

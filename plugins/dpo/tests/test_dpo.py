@@ -201,6 +201,7 @@ def test_ipo_by_means_and_by_sums_differ_by_the_lengths(tmp_path: Path) -> None:
 
 def test_the_reference_is_asked_once_per_pair_and_not_in_the_passes(tmp_path: Path) -> None:
     trainer = tiny_trainer("dpo", tmp_path, train__total_steps=6)
+    trainer.models.build()
     rows, honest = [], trainer.reference.policy.forward
     trainer.reference.policy.forward = lambda sequences, **k: rows.append(len(sequences)) or honest(sequences, **k)
     trainer.learn()
@@ -227,6 +228,7 @@ def test_without_a_reference_none_is_made_and_rewards_are_log_probabilities(tmp_
 
 def test_with_an_adapter_the_reference_is_the_model_without_it(tmp_path: Path) -> None:
     trainer = tiny_trainer("dpo", tmp_path, model__peft_config={"r": 4}, optimizer__lr=1e-2)
+    trainer.models.build()
     whole = sum(p.numel() for p in trainer.unwrapped.parameters())
     own = {p.data_ptr() for p in trainer.unwrapped.parameters()}
     copied = [p for p in trainer.reference.policy.parameters() if p.data_ptr() not in own]
@@ -322,6 +324,7 @@ def test_a_step_without_a_preference_is_left_out(name: str, tmp_path: Path) -> N
     """It counts, the schedule goes on, and neither weights nor weight decay move anything."""
     trainer = tiny_trainer(name, tmp_path, optimizer__weight_decay=0.5, train__total_steps=4)
     trainer.reward_fn = lambda outputs, **_: [0.9] * len(outputs)
+    trainer.models.build()
     before = {key: tensor.clone() for key, tensor in trainer.unwrapped.state_dict().items()}
     trainer.collect()
     assert trainer.update(trainer.store.experience)["train/skipped"].compute() == 1

@@ -82,6 +82,7 @@ def test_a_constant_group_has_advantages_of_exactly_zero(tmp_path: Path, score: 
 def test_a_constant_reward_moves_nothing(variant: str, tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, **VARIANTS[variant])
     trainer.reward_fn = lambda outputs, **_: [0.9] * len(outputs)
+    trainer.models.build()
     before = {name: tensor.clone() for name, tensor in trainer.unwrapped.state_dict().items()}
     trainer.learn()
     assert all(torch.equal(before[name], tensor) for name, tensor in trainer.unwrapped.state_dict().items())

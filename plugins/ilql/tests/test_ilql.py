@@ -31,6 +31,7 @@ def settled(trainer: Any, seed: int = 0) -> Any:
     """The trainer with heads of random weights, whose first answers would be 0."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
+        trainer.models.build()
         for tensor in trainer.unwrapped.head.state_dict().values():
             tensor.copy_(torch.randn(tensor.shape, generator=generator) / 2)
     return trainer

@@ -42,6 +42,7 @@ class Serving:
     def __init__(self, entry: Any, model: Mapping[str, Any] | None = None) -> None:
         name, fields = registered(), model or MODEL
         self.trainer: Any = tiny_trainer(name, Path("unused"), model=fields, rollout__engine=entry)
+        self.trainer.models.build()
         self.model: Any = self.trainer.unwrapped.model.eval()
         self.push_away()
         served = self.trainer.sampling.served

@@ -207,6 +207,7 @@ def test_before_the_first_update_all_rewards_are_zero(tmp_path: Path) -> None:
 @table("changes", POINTS.values())
 def test_the_reference_is_asked_once_and_not_in_the_passes(changes: dict[str, Any], tmp_path: Path) -> None:
     trainer = tiny_trainer("kto", tmp_path, train__total_steps=6, **changes)
+    trainer.models.build()
     seen, honest = [], trainer.reference.policy.forward
     trainer.reference.policy.forward = lambda sequences, **k: seen.append(len(sequences)) or honest(sequences, **k)
     trainer.learn()

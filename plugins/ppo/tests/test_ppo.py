@@ -205,6 +205,7 @@ def test_a_cut_response_pays_the_penalty_before_scores_are_scaled(tmp_path: Path
 def with_a_critic(trainer: Any) -> Any:
     """The trainer with a value head that says something."""
     torch.manual_seed(0)
+    trainer.models.build()
     for parameter in trainer.unwrapped.value_head.parameters():
         torch.nn.init.normal_(parameter)
     return trainer

@@ -173,6 +173,7 @@ def test_a_classifier_is_trained_and_exported_as_one(changes: dict[str, Any], tm
         tmp_path / "classifier"
     )
     trainer = tiny_trainer("reward", tmp_path / "run", model__model_path=str(tmp_path / "classifier"), **changes)
+    trainer.models.build()
     before = {name: tensor.clone() for name, tensor in trainer.unwrapped.state_dict().items()}
     trainer.learn()
     moved = {name for name, tensor in trainer.unwrapped.state_dict().items() if not torch.equal(tensor, before[name])}
@@ -192,6 +193,7 @@ def test_a_run_that_leaves_the_head_for_scores_out_says_so(
 ) -> None:
     export = str(tiny_trainer("reward", tmp_path / "first").save_pretrained(tmp_path / "export"))
     trainer = tiny_trainer(method, tmp_path / "run", model__model_path=export)
+    trainer.models.build()
     assert trainer.unwrapped is trainer.unwrapped
     said = [record.message for record in caplog.records if "its score head is not loaded" in record.message]
     assert len(said) == (method != "reward")

@@ -72,7 +72,6 @@ class RewardTrainer(AccelerateRLTrainer[RewardConfig]):
     @property
     def reward_model(self) -> RewardModel:
         """The current model as a reward function."""
-        self.policy  # noqa: B018  (moves the model to accelerate's device)
         return RewardModel.from_pretrained(self.unwrapped, self.tokenizer, device=self.accelerator.device)
 
     def loss(self, batch: RewardBatch) -> tuple[Tensor, Metrics]:

@@ -107,6 +107,7 @@ def test_what_is_trained_are_responses_of_the_pool_and_not_their_prompts(tmp_pat
         ([1, 2], [3, 4, 8]),
         ([6], [7]),
     ]
+    trainer.models.build()
     loss, found = trainer.loss(kept)
     logprobs = trainer.unwrapped(kept).logprobs[kept.response_mask]
     assert logprobs.numel() == 4
@@ -133,6 +134,7 @@ def test_processes_share_what_is_kept_and_train_nothing_twice(count: int) -> Non
 def test_rows_that_fill_up_weigh_nothing(tmp_path: Path) -> None:
     trainer = tiny_trainer("rft", tmp_path)
     batch = Sequences.from_lists([[1], [2], [1]], [[3, 4], [5], []]).to(trainer.accelerator.device)
+    trainer.models.build()
     loss, _ = trainer.loss(batch)
     alone, _ = trainer.loss(Sequences.from_lists([[1], [2]], [[3, 4], [5]]).to(trainer.accelerator.device))
     assert loss.item() == pytest.approx(alone.item(), abs=1e-6)
@@ -151,6 +153,7 @@ def test_micro_batches_have_the_rows_of_a_prompt_together(tmp_path: Path) -> Non
         trainer = tiny_trainer(
             "rft", tmp_path / str(shares), train__batch_size=12, train__microbatch_size=4, train__share_prompts=shares
         )
+        trainer.models.build()
         policy = trainer.unwrapped.double()
         policy.shares_prompts = trainer.progress.shares_prompts = shares is None
         assert policy.can_share_prompts is (shares is None)

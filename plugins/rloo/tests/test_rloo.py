@@ -33,6 +33,7 @@ def test_a_constant_reward_moves_nothing(tmp_path: Path) -> None:
     """Three times 0.9 in float32 has a mean next to 0.9, and Adam makes steps of any gradient."""
     trainer = tiny_trainer("rloo", tmp_path, method__rloo_k=3, method__kl_coef=0.0, rollout__num_rollouts=15)
     trainer.reward_fn = lambda outputs, **_: [0.9] * len(outputs)
+    trainer.models.build()
     before = {name: tensor.clone() for name, tensor in trainer.unwrapped.state_dict().items()}
     trainer.learn()
     assert all(torch.equal(before[name], tensor) for name, tensor in trainer.unwrapped.state_dict().items())

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 def test_loss_equals_the_cross_entropy_of_output_tokens(tmp_path: Path) -> None:
     trainer = tiny_trainer("sft", tmp_path)
     batch = trainer.make_experience(trainer.pipeline.take(0, 8))
+    trainer.models.build()
     loss, found = trainer.loss(batch)
     logits = trainer.unwrapped.model(batch.input_ids, attention_mask=batch.attention_mask).logits
     labels = batch.input_ids.masked_fill(~batch.response_mask, -100)
@@ -42,6 +43,7 @@ def test_temperature_of_sampling_does_not_change_the_likelihood(tmp_path: Path) 
     losses = []
     for temperature in (1.0, 0.3):
         trainer = tiny_trainer("sft", tmp_path / str(temperature), rollout__temperature=temperature)
+        trainer.models.build()
         losses.append(trainer.loss(trainer.make_experience(trainer.pipeline.take(0, 8)))[0].item())
     assert losses[0] == losses[1]
 
@@ -204,6 +206,7 @@ def test_packed_and_unpacked_samples_have_one_gradient_whatever_the_micro_batche
 
     def gradient(trainer: Any, size: int | None) -> Tensor:
         whole = trainer.make_experience(list(trainer.pipeline.rows))
+        trainer.models.build()
         trainer.optimizer.zero_grad()
         for batch in whole.split(size):
             (trainer.loss(batch)[0] * batch.weight / whole.weight).backward()

@@ -54,6 +54,7 @@ def test_weights_gradients_and_optimizer_are_those_of_a_run(name: str, changes: 
     given = {"model__model_path": tiny_gpt2(10, **WIDE), **changes}
     trainer = tiny_trainer(name, tmp_path, **given)
     gradients: dict[int, int] = {}
+    trainer.models.build()
     inner = trainer.optimizer.optimizer
     trained = [parameter for parameter in trainer.unwrapped.parameters() if parameter.requires_grad]
     trainer.collect()

@@ -544,7 +544,7 @@ def test_an_adapter_of_the_model_is_merged_by_dpo_and_trained_by_sft(tmp_path: P
                      peft_config=new)  # fmt: skip
     assert {p.shape[0] for n, p in sft.model.named_parameters() if "lora_A" in n} == {2}
     dpo = DPOTrainer(adapted, args=arguments(tmp_path), train_dataset=PAIRS, tokenizer=tokenizer, peft_config=new)
-    assert {p.shape[0] for n, p in dpo.trainer.unwrapped.named_parameters() if "lora_A" in n} == {4}
+    assert {p.shape[0] for n, p in dpo.model.named_parameters() if "lora_A" in n} == {4}
     torch.testing.assert_close(dpo.model.eval()(ids).logits, before)
 
 

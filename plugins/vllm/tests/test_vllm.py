@@ -119,6 +119,7 @@ def test_secrets_are_in_the_environment_of_a_server_and_not_on_its_command_line(
 @table("model", [tiny_llama(10), tiny_gpt2(10)])
 def test_weights_have_the_names_and_shapes_of_the_exported_model(model: dict[str, Any], tmp_path: Path) -> None:
     made = trainer(tmp_path / "run", model=model)
+    made.models.build()
     exports.write_model(made.sampling.served, tmp_path / "model")
     exports.write_weights(made.sampling.served.model, dict(made.sampling.weights.tensors()), tmp_path / "weights")
     known = shapes_in(tmp_path / "model")
@@ -136,6 +137,7 @@ def test_an_adapter_alone_is_written_and_the_model_without_it(tmp_path: Path) ->
     from transformers import AutoModelForCausalLM
 
     made = trainer(tmp_path / "run", model__peft_config={"r": 4, "target_modules": ["q_proj", "v_proj"]})
+    made.models.build()
     model, ids = made.sampling.served.model, torch.tensor([[1, 2, 3, 4]])
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -163,12 +165,14 @@ def test_an_adapter_alone_is_written_and_the_model_without_it(tmp_path: Path) ->
 )
 def test_adapters_that_vllm_has_not_are_refused(fields: dict[str, Any], told: str, tmp_path: Path) -> None:
     made = trainer(tmp_path, model__peft_config={"target_modules": ["q_proj"], **fields})
+    made.models.build()
     with pytest.raises(ConfigError, match=f"plain LoRA adapters, and model.peft_config has {told}"):
         exports.check_adapter(made.sampling.served.model)
 
 
 def test_virtual_tokens_are_refused(tmp_path: Path) -> None:
     made = trainer(tmp_path, model__peft_config={"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 2})
+    made.models.build()
     with pytest.raises(ConfigError, match="has peft_type 'PREFIX_TUNING'; change it, or set rollout"):
         exports.check_adapter(made.sampling.served.model)
 

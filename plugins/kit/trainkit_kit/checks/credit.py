@@ -321,9 +321,9 @@ def gradient_reaches(bench: Bench) -> None:
     are frozen to save memory, and shared with the reference, must not change.
     """
     trainer = bench.trainer()
+    trainer.models.build()
     missing = {name for name, p in trainer.unwrapped.named_parameters() if p.requires_grad}
     require(missing, "the model has no trainable parameters")
-    trainer.models.build()  # moves the parameters to the device
     still = {_module_of(name) for name in missing}
 
     def arrived(name: str, grad: Tensor) -> None:
@@ -525,6 +525,7 @@ def _finds_rewards(bench: Bench) -> None:
 
 def _expected(bandit: Bandit, trainer: Any) -> float:
     """Return the exact mean reward of the policy."""
+    trainer.models.build()
     return float((bandit.logprobs(trainer.unwrapped.model).exp() * bandit.rewards).sum(1).mean())
 
 

@@ -240,6 +240,7 @@ def clipping(bench: Bench) -> None:
     """
     limit, used = 1e-4, list[float]()
     trainer = bench.trainer(**into_next_collection(bench), train__max_grad_norm=limit)
+    trainer.models.build()
     trainer.optimizer.optimizer.register_step_pre_hook(lambda *_: used.append(_gradient_norm(trainer)))
     trainer.learn()
     before = [line["train/grad_norm"] for line in metric_lines(trainer.run_dir, training=True) if _made(line)]
@@ -310,6 +311,7 @@ def schedule(bench: Bench) -> None:
     """
     used: list[float] = []
     trainer = bench.trainer(scheduler__name="linear", optimizer__lr=1e-3, train__total_steps=4)
+    trainer.models.build()
     inner = trainer.optimizer.optimizer
     inner.register_step_pre_hook(lambda optimizer, *_: used.append(optimizer.param_groups[0]["lr"]))
     trainer.learn()

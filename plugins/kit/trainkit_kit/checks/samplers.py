@@ -33,6 +33,7 @@ def _sampler(bench: Bench) -> Any:
 
 def _draw(trainer: Any, prompts: list[str], *, seeds: list[int] | None = None, **settings: Any) -> Rollouts:
     rows = [{"prompt": prompt, "at": at} for at, prompt in enumerate(prompts)]
+    trainer.models.build()
     trainer.unwrapped.eval()
     queries = [trainer.text.encode(prompt) for prompt in prompts]
     seeds = [7919 * (at + 1) for at in range(len(prompts))] if seeds is None else seeds

@@ -23,6 +23,7 @@ from trainkit_kit.subjects import Bench
 
 def weights(trainer: Any) -> dict[str, Tensor]:
     """Return a copy of the model's state on the CPU, so that states of several devices can be compared."""
+    trainer.models.build()
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in trainer.unwrapped.state_dict().items()}
 
 

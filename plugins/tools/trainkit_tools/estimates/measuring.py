@@ -168,12 +168,12 @@ def _measured(trainer: Any, lengths: Lengths, example: Batch, rows: int | None, 
 
 
 def _passes(trainer: Any, counter: Counter, lengths: Lengths, example: Batch, given: int | None, device: str) -> Need:
-    policy = trainer.unwrapped
+    policy = trainer.models.load_policy()
     rows = given or _rows(trainer, lengths, max(len(_sequences(example)), 1), device)
     own = held(tensors_of(policy))
     reference = trainer._make_reference(policy) if trainer.needs_reference else None
     compared: list[nn.Module] = [each.policy for each in ([] if reference is None else [reference])]
-    compared += [each.policy for each in trainer.models.frozen]
+    compared += [each.load().policy for each in trainer.models.frozen]
     trainer.models.use(policy, None, reference)
     for each in (policy, *compared):
         if isinstance(each, Policy | Scorer):

@@ -93,6 +93,7 @@ class Calling(Overridable):
 
     def own_loss(self, batch: Any) -> tuple[Tensor, Metrics]:
         """Return the loss of trainkit, whatever is overridden."""
+        self.trainer.models.build()
         found: tuple[Tensor, Metrics] = get_trainer(self.method).loss(self.trainer, batch)
         return found
 

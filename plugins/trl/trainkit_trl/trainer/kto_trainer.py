@@ -97,6 +97,7 @@ class KTOTrainer(OfflineTrainer):
     @property
     def ref_model(self) -> Any:
         """The reference."""
+        self.trainer.models.build()
         return self.trainer.reference
 
     def samples(self, dataset: Any) -> Any:

@@ -253,7 +253,7 @@ class OfflineTrainer(Calling):
     @property
     def model(self) -> Any:
         """The model, which is trained in place if it was given as an object."""
-        return self.trainer.models.unwrapped.model
+        return self.trainer.models.load_policy().model
 
     @property
     def state(self) -> TrainerState:
