@@ -272,7 +272,6 @@ def test_evaluating_does_not_change_the_size(tmp_path: Path) -> None:
     trainer.add_eval_samples([("a", "bc")] * 8)
     trainer.progress.microbatch = 8
     Full(trainer, 3)
-    trainer.policy.eval()
     trainer.eval_rows = []
     trainer.evaluate()
     assert trainer.progress.microbatch == 8
