@@ -18,7 +18,7 @@ from tables import table
 from trainkit.config import SamplingConfig
 from trainkit.data import Sequences
 from trainkit.models import make_policy
-from trainkit.models.backend import use_fast_exact_matmul, use_right_attention
+from trainkit.models.backend import use_fast_and_exact_kernels, use_fast_exact_matmul, use_right_attention
 from trainkit.rollouts import CausalSampler
 from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_llama
 from trainkit.testing.trainers import tiny_trainer
@@ -134,6 +134,29 @@ def test_gradients_through_shared_prompts_are_finite_in_bf16(width: int) -> None
         logprobs = policy(sequences).logprobs
     logprobs.sum().backward()
     assert all(bool(each.grad.isfinite().all()) for each in policy.parameters() if each.grad is not None)
+
+
+@pytest.mark.gpu
+@table("shared", [False, True])
+def test_joined_rows_are_run_by_the_kernel_for_texts_of_any_lengths(shared: bool) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    use_fast_and_exact_kernels(torch.device("cuda"), "bf16")
+    fields = tiny_llama(50, hidden_size=128, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256)
+    torch.manual_seed(0)
+    policy = make_policy(AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields)).cuda())
+    lengths = [(70, 9), (70, 1), (3, 40), (70, 64)]
+    prompts, responses = ([torch.arange(n) % 50 for n in column] for column in zip(*lengths, strict=True))
+    sequences = Sequences.from_lists([x.tolist() for x in prompts], [x.tolist() for x in responses]).to("cuda")
+    gradients = []
+    with torch.autocast("cuda", torch.bfloat16):
+        assert policy.why_not_joined() is None
+        for policy.joins_rows in (True, False):
+            policy.shares_prompts = shared and policy.joins_rows
+            policy.zero_grad()
+            policy(sequences).logprobs.sum().backward()
+            gradients.append(torch.cat([each.grad.flatten() for each in policy.parameters() if each.grad is not None]))
+    assert float((gradients[0] - gradients[1]).norm() / gradients[1].norm()) < 0.02
 
 
 @pytest.mark.gpu

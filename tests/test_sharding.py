@@ -55,6 +55,7 @@ CONDITIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "layers of the critic on frozen ones": ("_test_branch", {"model__num_layers_unfrozen": 1}),
     "critic of its own": ("_test_critic", {}),
     "shared prompts": ("rloo", {"train__share_prompts": True, "train__microbatch_size": 3}),
+    "joined rows": ("rloo", {"train__padding_free": True, "train__share_prompts": True, "train__microbatch_size": 3}),
     "shared prompts of pairs": ("dpo", {"train__share_prompts": True}),
     "shared prompts of a reward model": ("reward", {"train__share_prompts": True}),
 }
@@ -76,6 +77,7 @@ DIVIDED: dict[str, tuple[str, dict[str, Any]]] = {
     "layers of the critic": ("_test_branch", COPY),
     "critic of its own": ("_test_critic", COPY),
     "shared prompts": ("grpo", {"train__share_prompts": True, "train__microbatch_size": 3, **COPY}),
+    "joined rows": ("dpo", {"train__padding_free": True, "train__microbatch_size": 3, **COPY}),
 }
 """Runs in which no process ever has the whole model; the kit trains every algorithm so."""
 

@@ -376,6 +376,10 @@ class TrainConfig(Section):
     """Whether the model runs a prompt once for all rows of a micro-batch that have it, such as the responses of a group
     or the two sides of a pair. Results are the same up to rounding. None: where the model allows it and it saves work.
     """
+    padding_free: bool | None = None
+    """Whether the model runs the tokens of all rows of a micro-batch as one row without padding, in which each row
+    attends to itself alone. Results are the same up to rounding. None: on CUDA in 16 bits, where the model allows it;
+    true: on any device, and an error where the model does not allow it."""
     seq_length: int | None = Field(None, ge=2)
     """Maximum length of prompt and response together, in tokens; of an encoder-decoder, of each of the two, the
     decoder's start token included. None: the model's context length."""

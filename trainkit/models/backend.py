@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from trainkit.models.joined import attend as attend_joined
+
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -253,7 +255,10 @@ class _Precision(torch.autograd.Function):
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Compute transformers' SDPA attention, with the products of the default library, in `dtype_of_attention`."""
+    """Compute transformers' SDPA attention, with the products of the default library, in `dtype_of_attention`.
+
+    A model that is given ``joined``, a `JoinedRows`, attends as its texts do.
+    """
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward  # all of transformers
 
     usual, groups = autocast_dtype(query.device.type) or query.dtype, getattr(module, "num_key_value_groups", 1)
@@ -263,6 +268,9 @@ def _attention(
         module = SimpleNamespace(is_causal=getattr(module, "is_causal", True))
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if (joined := kwargs.get("joined")) is not None:
+            known = {name: kwargs[name] for name in ("scaling", "dropout", "sliding_window") if name in kwargs}
+            return attend_joined(query, key, value, joined, **known)
         return sdpa_attention_forward(module, query, key, value, mask, *args, **kwargs)[0]
 
     if usual == dtype_of_attention(query):

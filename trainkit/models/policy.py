@@ -33,7 +33,8 @@ from trainkit.models.backend import autocast_dtype
 from trainkit.models.critic import ValueBranch, make_critic
 from trainkit.models.fitting import RowLimit
 from trainkit.models.head import at_a_time, read_head, reads_in_blocks
-from trainkit.models.prompts import SharedPrompts, equal_but_for_rounding, why_not_shared
+from trainkit.models.joined import JoinedRows
+from trainkit.models.prompts import SharedPrompts, equal_but_for_rounding, why_not_joined, why_not_shared
 from trainkit.models.trunk import Trunk, tiny_input
 from trainkit.models.unloaded import decided, reads_weights
 from trainkit.models.value_head import ValueHead, check_head_alone, saved_heads, saved_modules, state_width, under
@@ -147,6 +148,8 @@ class Policy(nn.Module, ABC):
     """Whether `why_not_shared` has found that prompts can be shared."""
     shares_prompts = False
     """Whether the prompt of several rows is run once. It changes results by rounding alone."""
+    joins_rows = False
+    """Whether rows are run without padding, as one row (`JoinedRows`). It changes results by rounding alone."""
 
     def __init__(
         self,
@@ -196,6 +199,10 @@ class Policy(nn.Module, ABC):
         for module in self._frozen():
             module.eval()
         return self
+
+    def why_not_joined(self) -> str | None:
+        """Return why the rows of this policy cannot be joined; None if they can."""
+        return f"{type(self.model).__name__} is not a causal model"
 
     @abstractmethod
     def why_not_shared(self) -> str | None:
@@ -381,6 +388,10 @@ class CausalPolicy(Policy):
         """Return them for each response token t: the state after token t − 1."""
         chosen = sequences.response_mask[:, 1:]
         previous = sequences.input_ids[:, :-1][chosen]
+        if self._joins(sequences):
+            joined = JoinedRows.of_rows(sequences, shared=self._shares(sequences))
+            states = [each[0, joined.read] for each in self._run(joined.inputs())]
+            return states[0], states[-1], previous
         if self._shares(sequences):
             parts = SharedPrompts.of_rows(sequences)
             states = [each[parts.chosen] for each in parts.run(self._run, self._cost(sequences))]
@@ -391,8 +402,8 @@ class CausalPolicy(Policy):
         return states[0], states[-1], previous
 
     def _buckets(self, sequences: Sequences) -> list[Tensor]:
-        """Return the rows of each forward pass; all rows if prompts are shared, which has its own buckets."""
-        if not self._shares(sequences):
+        """Return the rows of each forward pass: all if they are joined, or share prompts, which has its own buckets."""
+        if not self._joins(sequences) and not self._shares(sequences):
             return super()._buckets(sequences)
         return [every_row(sequences)] if self.one_pass else self._limited(sequences, [every_row(sequences)])
 
@@ -402,21 +413,36 @@ class CausalPolicy(Policy):
             return (hidden_states(self.model, inputs),)
         return logits_and_hidden(self.model, **inputs)
 
+    def _joins(self, sequences: Sequences) -> bool:
+        """Return whether these rows are joined: not above a frozen trunk, and only if some state is needed."""
+        return self.joins_rows and sequences.trunk is None and bool(sequences.response_mask[:, 1:].any())
+
     def why_not_shared(self) -> str | None:
         """Return why prompts of this policy cannot be shared; None if they can."""
+        return self._keeps_rows() or why_not_shared(self.model, lambda rows, shared: self._states_as(rows, shared))
+
+    def why_not_joined(self) -> str | None:
+        """Return why the rows of this policy cannot be joined; None if they can."""
+
+        def states(rows: Sequences, shared: bool | None) -> Tensor:
+            return self._states_as(rows, bool(shared), joined=shared is not None)
+
+        return self._keeps_rows() or why_not_joined(self.model, states)
+
+    def _keeps_rows(self) -> str | None:
+        """Return why something needs the states of whole rows [B, T]; None if nothing does."""
         if self.has_trunk:
             return "the output of frozen layers is stored for whole rows"
-        if self.critic is not None:
-            return "the critic has layers of its own"
+        return None if self.critic is None else "the critic has layers of its own"
 
-        def states(rows: Sequences, shared: bool) -> Tensor:
-            before, self.shares_prompts = self.shares_prompts, shared
-            try:
-                return self._states(rows)[1]
-            finally:
-                self.shares_prompts = before
-
-        return why_not_shared(self.model, states)
+    def _states_as(self, rows: Sequences, shared: bool, joined: bool = False) -> Tensor:
+        """Return the states of rows that are run in one of the ways."""
+        before = self.shares_prompts, self.joins_rows
+        self.shares_prompts, self.joins_rows = shared, joined
+        try:
+            return self._states(rows)[1]
+        finally:
+            self.shares_prompts, self.joins_rows = before
 
 
 def every_row(sequences: Sequences) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -14,15 +14,20 @@ from transformers.cache_utils import DynamicLayer
 
 from trainkit.data import Sequences
 from trainkit.models.backend import autocast_dtype, rounding
+from trainkit.models.joined import begins, different_prompts
 from trainkit.models.trunk import tiny_input
 from trainkit.models.virtual import moved_by_padding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+H = TypeVar("H")
+
 TOLERANCE = 1e-4
 """Largest relative difference between shared and separate rows of a small input that counts as rounding. Models in
 float64 have parts that compute in float32."""
+FAULTS = (TypeError, ValueError, AttributeError, IndexError, RuntimeError, NotImplementedError)
+"""What models raise that cannot run in another way than transformers' own."""
 COARSE_TOLERANCE = 0.05
 """The same where products are rounded to 16 bits or to TF32."""
 
@@ -146,20 +151,6 @@ class SharedPrompts:
         return torch.arange(len(self.of), device=self.of.device)
 
 
-def different_prompts(sequences: Sequences) -> tuple[Tensor, Tensor]:
-    """Return the different prompts of rows, -1 in the padding at their right [G, P], and the prompt of each row [B]."""
-    width, total = int(sequences.prompt_mask.sum(1).max()), sequences.input_ids.size(1)
-    columns = begins(sequences) + torch.arange(width, device=sequences.input_ids.device)
-    ids = sequences.prompt_ids.gather(1, columns.clamp(max=total - 1)).masked_fill(columns >= total, -1)
-    unique, of = torch.unique(ids, dim=0, return_inverse=True)
-    return unique, of
-
-
-def begins(sequences: Sequences) -> Tensor:
-    """Return the column of the first real token of each row [B, 1]: 0, unless rows are padded on the left."""
-    return sequences.attention_mask.int().argmax(1, keepdim=True)
-
-
 def selected(cache: DynamicCache, rows: Tensor) -> DynamicCache:
     """Return a cache with the keys and values of the ``rows`` [b] of another, through which gradients flow."""
     chosen = DynamicCache()
@@ -202,8 +193,8 @@ def why_not_shared(model: PreTrainedModel, states: Callable[[Sequences, bool], T
         return f"padding of prompts would move the virtual tokens of {name} out of its sliding windows"
     model.eval()
     try:
-        shared, expected = (_with_gradient(model, states, shared) for shared in (True, False))
-    except (TypeError, ValueError, AttributeError, IndexError, RuntimeError, NotImplementedError) as error:
+        shared, expected = (with_gradient(model, states, shared) for shared in (True, False))
+    except FAULTS as error:
         return f"{name} cannot continue from keys and values ({type(error).__name__}: {error})"
     finally:
         model.train(training)
@@ -211,17 +202,41 @@ def why_not_shared(model: PreTrainedModel, states: Callable[[Sequences, bool], T
     return None if same else f"{name} gives other numbers when it continues from a prompt"
 
 
-def _with_gradient(
-    model: PreTrainedModel, states: Callable[[Sequences, bool], Tensor], shared: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the states of `small_rows`, and the gradient of their weighted sum with respect to the embeddings."""
+def why_not_joined(model: PreTrainedModel, states: Callable[[Sequences, bool | None], Tensor]) -> str | None:
+    """Return why the rows of the model cannot be joined; None if they can.
+
+    States and gradients are compared with those of padded rows on a small input, on the device of the model and in the
+    precision of the moment. A model fails whose states depend on other texts of the row, such as a recurrent one, or
+    whose attention is not transformers' "sdpa".
+
+    Args:
+        model: the model.
+        states: returns the states of rows that something is read from. The second argument says how they are run:
+            None, padded; else joined, and whether the prompts are shared.
+    """
+    name, training = type(model).__name__, model.training
+    if getattr(model.config, "_attn_implementation", None) != "sdpa":
+        return f"the attention of {name} is {getattr(model.config, '_attn_implementation', None)!r}, not 'sdpa'"
+    model.eval()
+    try:
+        expected, separate, shared = (with_gradient(model, states, how) for how in (None, False, True))
+    except FAULTS as error:
+        return f"{name} cannot run joined rows ({type(error).__name__}: {error})"
+    finally:
+        model.train(training)
+    same = all(map(equal_but_for_rounding, (*separate, *shared), (*expected, *expected)))
+    return None if same else f"{name} gives other numbers for joined rows"
+
+
+def with_gradient(model: PreTrainedModel, states: Callable[[Sequences, H], Tensor], how: H) -> tuple[Tensor, Tensor]:
+    """Return ``states(small_rows, how)``, and the gradient of their weighted sum with respect to the embeddings."""
     rows = small_rows(model)
     embedding: Any = model.get_input_embeddings()
     change = embedding.weight.new_zeros(int(rows.input_ids.max()) + 1, embedding.weight.size(1)).requires_grad_()
     handle = embedding.register_forward_hook(lambda _, inputs, embedded: embedded + change[inputs[0]])
     try:
         with torch.enable_grad():
-            outputs = states(rows, shared)
+            outputs = states(rows, how)
             weights = torch.linspace(-1, 1, outputs.numel(), dtype=outputs.dtype, device=outputs.device)
             weights = weights.view_as(outputs)
             (gradient,) = torch.autograd.grad((outputs * weights).sum(), change)

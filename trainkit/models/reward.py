@@ -26,9 +26,10 @@ from trainkit.data.pipeline import beginning
 from trainkit.errors import ConfigError, DataError, describe
 from trainkit.functional import at_last
 from trainkit.models.adapters import HEADS, MARK, adapter_base, has_adapter
+from trainkit.models.joined import begins
 from trainkit.models.loading import context_length, is_classifier, load_model, load_model_config, pad_id
 from trainkit.models.policy import hidden_states, inputs_of, load_heads, needs_mask
-from trainkit.models.prompts import SharedPrompts, begins, why_not_shared
+from trainkit.models.prompts import SharedPrompts, why_not_shared
 from trainkit.models.rope import fix_rope
 from trainkit.models.trunk import Trunk, tiny_input
 from trainkit.models.unloaded import decided

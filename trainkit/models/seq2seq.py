@@ -13,8 +13,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from trainkit.data import Sequences
 from trainkit.errors import ConfigError
+from trainkit.models.joined import begins, different_prompts
 from trainkit.models.policy import Policy, evaluating, gives_logits, warn_of_full_logits
-from trainkit.models.prompts import begins, different_prompts
 from trainkit.models.trunk import find_blocks, tiny_input
 from trainkit.models.unloaded import decided
 

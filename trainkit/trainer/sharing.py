@@ -1,4 +1,4 @@
-"""Shared prompts in a run: whether rows with the same prompt run it once, decided for each collection."""
+"""How the models of a run pass over rows: without padding or not, and whether rows share their prompts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from trainkit.data import Sequences
 from trainkit.data.batches import COPIED, pass_cost
 from trainkit.errors import ConfigError
-from trainkit.models.prompts import different_prompts
+from trainkit.models.joined import different_prompts
+from trainkit.models.policy import Policy
 from trainkit.models.unloaded import decided, reads_weights
 from trainkit.plugins.hooks import entry_name
 from trainkit.runs.parallel import Parallel
@@ -29,7 +30,7 @@ SHARDED = ("none", "fsdp2")
 
 
 class PromptSharing:
-    """Decides for each collection whether rows with the same prompt run it once (`train.share_prompts`).
+    """Decides whether rows are joined (`train.padding_free`), and for each collection whether prompts are shared.
 
     Args:
         algorithm: its configuration, `inputs` and `samples_per_prompt` are read.
@@ -63,18 +64,20 @@ class PromptSharing:
         return self.algorithm.samples_per_prompt > 1 or "pairs" in self.algorithm.inputs
 
     def prepare(self, policy: Any) -> None:
-        """Find out whether a policy or scorer can share prompts, before it is divided, and mark it.
+        """Find out whether a policy or scorer can join rows and share prompts, before it is divided, and mark it.
 
         Raises:
-            ConfigError: it cannot, and `train.share_prompts` is true.
+            ConfigError: it cannot, and `train.padding_free` or `train.share_prompts` is true.
         """
+        if not reads_weights():  # a pass without data shares nothing
+            return
+        self._join_rows(policy)
         train, sharding = self.algorithm.config.train, self.parallel.sharding
         if train.share_prompts is False or not self.has_common_prompts or not hasattr(policy, "why_not_shared"):
             return
-        if not reads_weights():  # a pass without data shares nothing
-            return
+        joins = getattr(policy, "joins_rows", False)
         with self.models.as_trained():
-            fault = decided(policy.why_not_shared)
+            fault = None if joins else decided(policy.why_not_shared)
         way = entry_name(train.sharding)
         if fault is None and sharding.keeps_sharded and way not in SHARDED:
             fault = f"it is not tested with train.sharding {way!r}"
@@ -83,6 +86,26 @@ class PromptSharing:
             raise ConfigError(f"train.share_prompts is true, and prompts cannot be shared: {fault}; remove it")
         if fault is not None and self.parallel.is_main:
             log.info("prompts are run once for each row, not shared: %s", fault)
+
+    def _join_rows(self, policy: Any) -> None:
+        asked, precision = self.algorithm.config.train.padding_free, self.parallel.accelerator.autocast
+        if asked is False or (asked is None and not self._joins_by_default):
+            return
+        fault: str | None = f"a {type(policy).__name__.lower()} has none without padding"
+        if isinstance(policy, Policy):
+            with self.models.as_trained(), precision():  # the kernel depends on the precision
+                fault = decided(policy.why_not_joined)
+            policy.joins_rows = fault is None
+        if fault is not None and asked:
+            raise ConfigError(f"train.padding_free is true, and rows cannot be joined: {fault}; remove it")
+        if fault is not None and self.parallel.is_main:
+            log.info("rows are padded to one length: %s", fault)
+
+    @property
+    def _joins_by_default(self) -> bool:
+        """Whether the attention to texts of any lengths is a fast kernel: that of CUDA in 16 bits."""
+        low = self.parallel.accelerator.mixed_precision in ("bf16", "fp16")
+        return self.parallel.device.type == "cuda" and (low or self.algorithm.config.model.dtype != "float32")
 
     def decide(self, rows: Sequences | None) -> None:
         """Decide whether the prompts of a collection are shared, on all processes alike.

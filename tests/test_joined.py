@@ -1,0 +1,235 @@
+"""Passes without padding: rows joined into one give the numbers of padded rows, in every structure that rows have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from passes import MODELS, make, padded_on_the_left, results, rows, with_turns
+from tables import table
+from trainkit.data import Sequences
+from trainkit.errors import ConfigError
+from trainkit.models import make_policy
+from trainkit.models.backend import use_fast_exact_matmul
+from trainkit.models.joined import JoinedRows, attend, different_prompts
+from trainkit.models.policy import Policy
+from trainkit.models.recomputing import recompute_activations
+from trainkit.testing import tiny_gpt2, tiny_llama, tiny_t5
+from trainkit.testing.trainers import tiny_trainer
+
+LORA = {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": False}
+CANNOT = ("bloom", "falcon", "gemma2")
+"""Architectures whose attention is not transformers' "sdpa", or adds something to the products."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def kernels() -> None:
+    use_fast_exact_matmul(torch.device("cpu"))  # as a run does; it registers the attention
+
+
+def packed() -> Sequences:
+    return rows().packed([2, 3, 1])
+
+
+# ----------------------------------------------------------------------------------------------------------- the layout
+
+
+def test_tokens_are_joined_as_far_as_their_states_are_needed() -> None:
+    sequences = Sequences.from_lists([[1, 2], [3], [1, 2]], [[4, 5, 6], [7], [8, 9]])
+    joined = JoinedRows.of_rows(sequences, shared=False)
+    assert joined.ids.tolist() == [1, 2, 4, 5, 3, 1, 2, 8], "all but the last token of each row"
+    assert joined.positions.tolist() == [0, 1, 2, 3, 0, 0, 1, 2]
+    assert joined.queries.tolist() == joined.keys.tolist() == [0, 4, 5, 8]
+    assert joined.key_index is None
+    assert joined.read.tolist() == [1, 2, 3, 4, 6, 7]
+    assert joined.longest == (4, 4)
+
+
+def test_a_shared_prompt_is_there_once_and_its_keys_are_those_of_all_its_rows() -> None:
+    sequences = Sequences.from_lists([[1, 2], [3], [1, 2]], [[4, 5, 6], [7], [8, 9]])
+    joined = JoinedRows.of_rows(sequences, shared=True)
+    assert joined.ids.tolist() == [1, 2, 3, 4, 5, 8], "two prompts, and what follows them in rows 0 and 2"
+    assert joined.positions.tolist() == [0, 1, 0, 2, 3, 2]
+    assert joined.queries.tolist() == [0, 2, 3, 5, 6]
+    assert joined.keys.tolist() == [0, 2, 3, 7, 10]
+    assert joined.key_index is not None
+    assert joined.key_index.tolist() == [0, 1, 2, 0, 1, 3, 4, 0, 1, 5]
+    assert joined.read.tolist() == [1, 3, 4, 2, 1, 5]
+    assert joined.longest == (2, 4)
+
+
+def test_a_token_attends_to_its_own_text_up_to_itself_within_the_window() -> None:
+    joined = JoinedRows.of_rows(Sequences.from_lists([[1], [1]], [[2, 3, 4], [5, 6, 7]]), shared=True)
+    query, key, value = torch.randn(3, 1, 1, 5, 4, dtype=torch.float64).unbind()
+    reached = {0: [0], 1: [0, 1], 2: [0, 1, 2], 3: [0, 3], 4: [0, 3, 4]}  # the prompt, and two tokens of each row
+    for width, expected in ((None, reached), (2, {at: seen[-2:] for at, seen in reached.items()})):
+        found = attend(query, key, value, joined, sliding_window=width)
+        assert found.shape == (1, 5, 1, 4)
+        for at, seen in expected.items():
+            weights = torch.softmax(key[0, 0, seen] @ query[0, 0, at] / 2, 0)
+            torch.testing.assert_close(found[0, at, 0], weights @ value[0, 0, seen])
+
+
+# ---------------------------------------------------------------------------------------------------------- the numbers
+
+
+def assert_same(policy: Policy, sequences: Sequences, shared: bool, tolerance: float, **wanted: Any) -> None:
+    """The outputs and gradients of joined rows are those of padded ones."""
+    one, gradients = results(policy, sequences, shared, joined=True, **wanted)
+    other, expected = results(policy, sequences, False, **wanted)
+    for name, part in one._asdict().items():
+        if isinstance(part, Tensor):
+            torch.testing.assert_close(part, getattr(other, name), rtol=tolerance, atol=tolerance, msg=name)
+    assert {*gradients} == {*expected}
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    off = {name: float((gradient - expected[name]).abs().max()) / largest for name, gradient in gradients.items()}
+    assert max(off.values()) <= tolerance, off
+
+
+@table(
+    "name, sequences, shared",
+    [
+        *product(("gpt2", "llama"), (rows, with_turns, padded_on_the_left), (False, True)),
+        *zip(
+            [name for name in MODELS if name not in ("gpt2", "llama", *CANNOT)],
+            [with_turns, padded_on_the_left] * 4,
+            [True, False, False, True] * 2,
+            strict=False,
+        ),
+        ("gpt2", packed, True),
+        ("llama", packed, False),
+        ("mistral", packed, False),
+    ],
+)
+def test_outputs_and_gradients_are_those_of_padded_rows(
+    name: str, sequences: Callable[[], Sequences], shared: bool
+) -> None:
+    policy = make_policy(make(name), temperature=0.7, value_head=True)
+    assert policy.why_not_joined() is None
+    assert_same(policy, sequences(), shared, 1e-5, entropy=True)
+
+
+@table("shared", [False, True])
+def test_they_are_equal_to_1e_12_in_float64(shared: bool) -> None:
+    policy = make_policy(make("gpt2", torch.float64), value_head=True)
+    policy.double()
+    states = []
+    for joined in (True, False):
+        policy.joins_rows, policy.shares_prompts = joined, joined and shared
+        states.append(policy._states(with_turns())[0])
+    torch.testing.assert_close(*states, rtol=1e-12, atol=1e-12)
+
+
+@table("shared", [False, True])
+def test_activations_are_computed_again_with_the_same_gradient(shared: bool) -> None:
+    """Prompts are shared with activation checkpointing, too, which keeps no keys and values."""
+    policy = make_policy(make("llama"))
+    expected = results(policy, rows(), shared, joined=True)[1]
+    recompute_activations(policy)
+    calls: list[int] = []
+    policy.model.model.layers[0].input_layernorm.register_forward_hook(lambda *_: calls.append(1))
+    found = results(policy.train(), rows(), shared, joined=True)[1]
+    assert len(calls) == 2
+    for name, gradient in expected.items():
+        assert torch.equal(found[name], gradient), name
+
+
+def test_one_pass_runs_the_tokens_that_are_needed() -> None:
+    policy, shapes = make_policy(make("llama")), list[tuple[int, ...]]()
+    policy.model.get_input_embeddings().register_forward_hook(
+        lambda _, inputs, __: shapes.append(tuple(inputs[0].shape))
+    )
+    sequences = rows()
+    for joined, shared in ((True, False), (True, True)):
+        policy.joins_rows, policy.shares_prompts = joined, shared
+        policy(sequences)
+    separate = int(sequences.lengths.sum()) - len(sequences)
+    prompts = int(sum((unique >= 0).sum() for unique in different_prompts(sequences)[0]))
+    assert shapes == [(1, separate), (1, prompts + int(sequences.response_mask.sum()) - len(sequences))]
+
+
+def test_architectures_that_cannot_are_told() -> None:
+    for name in CANNOT:
+        why = make_policy(make(name)).why_not_joined()
+        assert why is not None
+        assert type(make(name)).__name__ in why
+    eager = make_policy(make("llama", attn_implementation="eager"))
+    assert eager.why_not_joined() == "the attention of LlamaForCausalLM is 'eager', not 'sdpa'"
+    seeing = make_policy(make("llama"))
+    seeing.model.model.layers[0].self_attn.is_causal = False  # one whose layers attend to what follows
+    assert seeing.why_not_joined() == "LlamaForCausalLM gives other numbers for joined rows"
+
+
+# -------------------------------------------------------------------------------------------------------------- in runs
+
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "groups": ("rloo", {"train__share_prompts": True}),
+    "rows": ("ppo", {"train__share_prompts": None}),
+    "pairs": ("dpo", {"train__share_prompts": True}),
+    "packed": ("sft", {"method__packing": True, "train__seq_length": 16}),
+    "adapter": ("grpo", {"model": tiny_llama(10), "model__peft_config": LORA, "method__kl_coef": 0.1}),
+    "activations computed again": ("online_dpo", {"train__gradient_checkpointing": True}),
+    "value heads": ("ilql", {}),
+    "unpaired": ("kto", {}),
+    "chosen reference": ("grpo", {"method__kl_coef": 0.1, "model__reference_path": tiny_gpt2(10)}),
+}
+
+
+@pytest.mark.daily(case=("groups", "pairs", "packed"))
+@pytest.mark.parametrize("case", [*RUNS])
+def test_a_run_of_joined_rows_ends_with_the_same_weights(case: str, tmp_path: Path) -> None:
+    name, changes = RUNS[case]
+    usual = {"train__microbatch_size": 3, "optimizer__name": "sgd", "optimizer__lr": 0.1, "train__total_steps": 2}
+    ends = []
+    for joined in (True, False):
+        trainer = tiny_trainer(name, tmp_path / str(joined), train__padding_free=joined, **{**usual, **changes})
+        trainer.learn()
+        assert trainer.unwrapped.joins_rows is joined
+        if trainer.needs_reference:
+            assert trainer.reference.policy.joins_rows is joined
+        ends.append(trainer.unwrapped.state_dict())
+    for key, tensor in ends[0].items():
+        torch.testing.assert_close(tensor, ends[1][key], rtol=1e-3, atol=2e-5, msg=key)
+
+
+@table(
+    "name, changes, said",
+    [
+        ("sft", {"model": tiny_t5(10)}, "T5ForConditionalGeneration is not a causal model"),
+        ("dpo", {"model__num_layers_unfrozen": 1}, "the output of frozen layers is stored for whole rows"),
+        ("sft", {"model__kwargs": {"attn_implementation": "eager"}}, "the attention of GPT2LMHeadModel is 'eager'"),
+        ("reward", {}, "a scorer has none without padding"),
+    ],
+)
+def test_what_cannot_be_joined_is_refused_if_it_is_asked_for(
+    name: str, changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    trainer = tiny_trainer(name, tmp_path, train__padding_free=True, **changes)
+    with pytest.raises(ConfigError, match=f"train.padding_free is true, and rows cannot be joined: {said}"):
+        trainer.models.build()
+
+
+def test_rows_are_padded_on_a_cpu_unless_joined_ones_are_asked_for(tmp_path: Path) -> None:
+    trainer = tiny_trainer("sft", tmp_path)
+    trainer.models.build()
+    assert not trainer.unwrapped.joins_rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sft", "rloo", "dpo"])
+def test_the_kit_passes_on_joined_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import trainkit
+    from trainkit_kit import check_trainer
+
+    cls = trainkit.get_trainer(name).method_class
+    train = {**cls.section_defaults.get("train", {}), "padding_free": True}
+    monkeypatch.setattr(cls, "section_defaults", {**cls.section_defaults, "train": train})
+    checks = ["micro_batches", "accumulation", "two_processes", "resume_every_step", "mask_law", "padding_amount",
+              "padding_side", "batch_mates", "row_order", "determinism", "export"]  # fmt: skip
+    assert len(check_trainer(name, only=checks).results) >= len(checks)
