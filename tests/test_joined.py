@@ -172,6 +172,8 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "groups": ("rloo", {"train__share_prompts": True}),
     "rows": ("ppo", {"train__share_prompts": None}),
     "pairs": ("dpo", {"train__share_prompts": True}),
+    "scores of pairs": ("reward", {"train__share_prompts": True}),
+    "scores": ("reward", {"train__share_prompts": False}),
     "packed": ("sft", {"method__packing": True, "train__seq_length": 16}),
     "adapter": ("grpo", {"model": tiny_llama(10), "model__peft_config": LORA, "method__kl_coef": 0.1}),
     "activations computed again": ("online_dpo", {"train__gradient_checkpointing": True}),
@@ -181,7 +183,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.daily(case=("groups", "pairs", "packed"))
+@pytest.mark.daily(case=("groups", "pairs", "packed", "scores"))
 @pytest.mark.parametrize("case", [*RUNS])
 def test_a_run_of_joined_rows_ends_with_the_same_weights(case: str, tmp_path: Path) -> None:
     name, changes = RUNS[case]
@@ -204,7 +206,7 @@ def test_a_run_of_joined_rows_ends_with_the_same_weights(case: str, tmp_path: Pa
         ("sft", {"model": tiny_t5(10)}, "T5ForConditionalGeneration is not a causal model"),
         ("dpo", {"model__num_layers_unfrozen": 1}, "the output of frozen layers is stored for whole rows"),
         ("sft", {"model__kwargs": {"attn_implementation": "eager"}}, "the attention of GPT2LMHeadModel is 'eager'"),
-        ("reward", {}, "a scorer has none without padding"),
+        ("reward", {"model__num_layers_unfrozen": 1}, "the output of frozen layers is stored for whole rows"),
     ],
 )
 def test_what_cannot_be_joined_is_refused_if_it_is_asked_for(

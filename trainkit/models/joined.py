@@ -35,15 +35,21 @@ class JoinedRows:
     key_index: Tensor | None
     """The token of each key [K]; None: the keys are the tokens."""
     read: Tensor
-    """The states in which the response tokens were chosen, row after row, as indices of the tokens."""
+    """The states in which the chosen tokens were chosen, row after row, as indices of the tokens."""
 
     @classmethod
-    def of_rows(cls, sequences: Sequences, *, shared: bool) -> JoinedRows:
-        """Join sequences [B, T]; with ``shared`` each prompt is there once, and the rows must not be packed."""
-        chosen = sequences.response_mask
-        after = chosen.flip(1).cumsum(1).flip(1) - chosen.long()  # the response tokens behind each column
+    def of_rows(cls, sequences: Sequences, *, shared: bool, chosen: Tensor | None = None) -> JoinedRows:
+        """Join sequences [B, T].
+
+        Args:
+            sequences: the rows.
+            shared: whether each prompt is there once; the rows must not be packed then.
+            chosen: bool [B, T]: the tokens in whose states something is read; by default the response tokens.
+        """
+        chosen = sequences.response_mask if chosen is None else chosen
+        after = chosen.flip(1).cumsum(1).flip(1) - chosen.long()  # the chosen tokens behind each column
         needed = sequences.attention_mask & (after > 0)
-        return _with_prompts(sequences, needed) if shared else _separate(sequences, needed)
+        return (_with_prompts if shared else _separate)(sequences, needed, chosen)
 
     def inputs(self) -> dict[str, Any]:
         """Return the inputs of a model: one row [1, N], and this layout for `attend`."""
@@ -66,7 +72,7 @@ class JoinedRows:
         return queries, keys
 
 
-def _separate(sequences: Sequences, needed: Tensor) -> JoinedRows:
+def _separate(sequences: Sequences, needed: Tensor, chosen: Tensor) -> JoinedRows:
     rows = torch.arange(len(sequences), device=needed.device).unsqueeze(1).expand_as(needed)[needed]
     begins = F.pad(rows.diff() != 0, (1, 0), value=True)
     if sequences.segments is not None:
@@ -78,11 +84,11 @@ def _separate(sequences: Sequences, needed: Tensor) -> JoinedRows:
         queries=ends,
         keys=ends,
         key_index=None,
-        read=_places(needed)[:, :-1][sequences.response_mask[:, 1:]],
+        read=_places(needed)[:, :-1][chosen[:, 1:]],
     )
 
 
-def _with_prompts(sequences: Sequences, needed: Tensor) -> JoinedRows:
+def _with_prompts(sequences: Sequences, needed: Tensor, chosen: Tensor) -> JoinedRows:
     unique, of = different_prompts(sequences)
     real = unique >= 0
     lengths = real.sum(1)  # [G]
@@ -107,7 +113,7 @@ def _with_prompts(sequences: Sequences, needed: Tensor) -> JoinedRows:
         queries=ends,
         keys=ends_of_keys,
         key_index=torch.where(in_prompt, begin[text] + column, ends[text] + column - common[text]),
-        read=torch.where(sequences.prompt_mask, last, places)[:, :-1][sequences.response_mask[:, 1:]],
+        read=torch.where(sequences.prompt_mask, last, places)[:, :-1][chosen[:, 1:]],
     )
 
 

@@ -26,10 +26,10 @@ from trainkit.data.pipeline import beginning
 from trainkit.errors import ConfigError, DataError, describe
 from trainkit.functional import at_last
 from trainkit.models.adapters import HEADS, MARK, adapter_base, has_adapter
-from trainkit.models.joined import begins
+from trainkit.models.joined import JoinedRows, begins
 from trainkit.models.loading import context_length, is_classifier, load_model, load_model_config, pad_id
 from trainkit.models.policy import hidden_states, inputs_of, load_heads, needs_mask
-from trainkit.models.prompts import SharedPrompts, why_not_shared
+from trainkit.models.prompts import SharedPrompts, why_not_joined, why_not_shared
 from trainkit.models.rope import fix_rope
 from trainkit.models.trunk import Trunk, tiny_input
 from trainkit.models.unloaded import decided
@@ -68,6 +68,8 @@ class Scorer(nn.Module):
     """Whether `why_not_shared` has found that prompts can be shared."""
     shares_prompts = False
     """Whether the prompt of several rows is run once. It changes results by rounding alone."""
+    joins_rows = False
+    """Whether rows are run without padding, as in `Policy`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -111,7 +113,8 @@ class Scorer(nn.Module):
     def _last_states(self, sequences: Sequences, shared: bool) -> Tensor:
         """Return the hidden states of the last tokens [B, D]; with ``shared``, a prompt of several rows is run once."""
         cost = None if self.one_pass else pass_cost(self.model, sequences.input_ids.device)
-        if not shared:
+        joins = self.joins_rows and sequences.trunk is None
+        if not shared and not joins:
             buckets = [] if cost is None else sequences.buckets(cost)
             if len(buckets) <= 1:
                 return self._separate(sequences)
@@ -120,6 +123,9 @@ class Scorer(nn.Module):
         wider = sequences.map(lambda x: F.pad(x, (0, 1)))  # as if a token were chosen after the last one of each row
         ends = begins(sequences).squeeze(1) + sequences.lengths
         chosen = F.one_hot(ends, wider.input_ids.size(1)).bool()
+        if joins:
+            rows = JoinedRows.of_rows(wider, shared=shared, chosen=chosen)
+            return hidden_states(self.model, rows.inputs())[0, rows.read]
         parts = SharedPrompts.of_rows(wider, chosen)
         (states,) = parts.run(lambda inputs: (hidden_states(self.model, inputs),), cost)
         return states[parts.chosen]
@@ -131,11 +137,25 @@ class Scorer(nn.Module):
 
     def why_not_shared(self) -> str | None:
         """Return why the prompts of rows cannot be shared with this model; None if they can."""
+        return self._keeps_rows() or why_not_shared(self.model, self._last_states)
+
+    def why_not_joined(self) -> str | None:
+        """Return why the rows of this model cannot be joined; None if they can."""
+
+        def states(rows: Sequences, shared: bool | None) -> Tensor:
+            before, self.joins_rows = self.joins_rows, shared is not None
+            try:
+                return self._last_states(rows, bool(shared))
+            finally:
+                self.joins_rows = before
+
+        return self._keeps_rows() or why_not_joined(self.model, states)
+
+    def _keeps_rows(self) -> str | None:
+        """Return why the states of whole rows [B, T] are needed; None if they are not."""
         if not self.reads_last:
             return f"{type(self.model).__name__} does not read its score from the last token"
-        if self.has_trunk:
-            return "the output of frozen layers is stored for whole rows"
-        return why_not_shared(self.model, self._last_states)
+        return "the output of frozen layers is stored for whole rows" if self.has_trunk else None
 
 
 def _check(model: PreTrainedModel) -> None:

@@ -12,7 +12,6 @@ from trainkit.data import Sequences
 from trainkit.data.batches import COPIED, pass_cost
 from trainkit.errors import ConfigError
 from trainkit.models.joined import different_prompts
-from trainkit.models.policy import Policy
 from trainkit.models.unloaded import decided, reads_weights
 from trainkit.plugins.hooks import entry_name
 from trainkit.runs.parallel import Parallel
@@ -91,8 +90,8 @@ class PromptSharing:
         asked, precision = self.algorithm.config.train.padding_free, self.parallel.accelerator.autocast
         if asked is False or (asked is None and not self._joins_by_default):
             return
-        fault: str | None = f"a {type(policy).__name__.lower()} has none without padding"
-        if isinstance(policy, Policy):
+        fault: str | None = f"a {type(policy).__name__} has no passes without padding"
+        if hasattr(policy, "why_not_joined"):
             with self.models.as_trained(), precision():  # the kernel depends on the precision
                 fault = decided(policy.why_not_joined)
             policy.joins_rows = fault is None
