@@ -175,6 +175,68 @@ def test_an_optimizer_and_a_schedule_of_the_user_train_and_resume_bit_exactly(tm
         none.learn()
 
 
+GROUPS = [{"match": "value_head", "lr": 0.3}, {"match": r"\.bias$", "lr": 0.05, "weight_decay": 0.5}]
+
+
+def test_groups_of_parameters_have_their_own_rates_and_decays(tmp_path: Path) -> None:
+    """By SGD, of which a step is −rate · (gradient + decay · weight); a parameter is in its first group."""
+    usual = {"optimizer__name": "sgd", "optimizer__lr": 0.1, "train__max_grad_norm": None, "train__total_steps": 1}
+    whole = tiny_trainer("ppo", tmp_path / "whole", **usual)
+    grouped = tiny_trainer("ppo", tmp_path / "grouped", optimizer__groups=GROUPS, **usual)
+    begun = weights(whole)
+    for trainer in (whole, grouped):
+        trainer.learn()
+    rates = {name: values[1] for name, values in grouped.history.items() if name.startswith("train/lr")}
+    assert rates == {"train/lr": 0.1, "train/lr/value_head": 0.3, r"train/lr/\.bias$": 0.05}
+    kinds = set()
+    for name, end in weights(grouped).items():
+        gradient = (begun[name] - weights(whole)[name]) / 0.1
+        bias = name.endswith(".bias") and "value_head" not in name
+        rate, decay = (0.3, 0.0) if "value_head" in name else (0.05, 0.5) if bias else (0.1, 0.0)
+        torch.testing.assert_close(end, begun[name] - rate * (gradient + decay * begun[name]), rtol=1e-4, atol=1e-6)
+        kinds.add(rate)
+    assert kinds == {0.3, 0.05, 0.1}
+
+
+@table("changes", [{"scheduler__name": "cosine"}, {"model__dtype": "bfloat16"}, {"train__sharding": "fsdp2"}])
+def test_a_run_with_groups_resumes_bit_exactly(changes: dict[str, Any], tmp_path: Path) -> None:
+    groups = [{"match": "wte|wpe", "lr": 1e-3}, {"match": r"\.weight$", "weight_decay": 0.1}]
+    require_equal(*map(weights, resumed(tmp_path, optimizer__lr=1e-2, optimizer__groups=groups, **changes)))
+
+
+@table(
+    "groups, said",
+    [
+        (
+            [{"match": "value_head"}],
+            r"groups\[0\].match is 'value_head', and no trained parameter matches; there are \d+, such as model",
+        ),
+        (
+            [{"match": "wte"}, {"match": "wte.weight"}],
+            r"groups\[1\].* all parameters that match are in groups before it",
+        ),
+        ([{"match": "("}], "it is no regular expression: missing"),
+        ([{"match": "wte", "lr": 0}], "greater than 0"),
+    ],
+)
+def test_groups_that_make_no_sense_are_refused(groups: list[dict[str, Any]], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        tiny_trainer("sft", tmp_path, optimizer__groups=groups).models.build()
+
+
+def test_a_function_may_ask_for_the_names_of_the_parameters(tmp_path: Path) -> None:
+    def make(parameters: list[torch.nn.Parameter], names: list[str]) -> torch.optim.Optimizer:
+        sides = {
+            side: [p for p, name in zip(parameters, names, strict=True) if ("wte" in name) == side] for side in (0, 1)
+        }
+        return torch.optim.SGD([{"params": sides[0]}, {"params": sides[1], "lr": 0.5}], lr=0.1)
+
+    trainer = trainer_with(tmp_path, optimizer=make)
+    trainer.models.build()
+    (embedding,) = trainer.optimizer.param_groups[1]["params"]
+    assert embedding is trainer.unwrapped.model.get_input_embeddings().weight
+
+
 def test_an_optimizer_over_a_live_model_is_stepped(tmp_path: Path) -> None:
     model = tiny_trainer("sft", tmp_path / "usual").models.load_policy().model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -162,6 +162,26 @@ class DataConfig(Section):
     and environments do not get them either."""
 
 
+class ParameterGroup(Section):
+    """Settings of the trained parameters whose names match."""
+
+    match: str = Field(min_length=1)
+    """A regular expression, which is looked for in the names of parameters: `value_head`, `lora_B`, `\\.bias$`."""
+    lr: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Peak learning rate. None: `optimizer.lr`."""
+    weight_decay: float | None = Field(None, ge=0)
+    """Weight decay. None: `optimizer.weight_decay`."""
+
+    @field_validator("match")
+    @classmethod
+    def _is_an_expression(cls, value: str) -> str:
+        try:
+            re.compile(value)
+        except re.error as error:
+            raise ValueError(f"it is no regular expression: {error}") from error
+        return value
+
+
 class OptimizerConfig(Section):
     """The optimizer, from `torch.optim`. One of another library is passed to `trainkit.train` as an object."""
 
@@ -173,6 +193,8 @@ class OptimizerConfig(Section):
     """Peak learning rate."""
     weight_decay: float = Field(0.0, ge=0)
     """Weight decay."""
+    groups: list[ParameterGroup] = []
+    """Other rates or decays for some parameters, by their names; a parameter is in the first group that it matches."""
     kwargs: Plain = {}
     """Further arguments of the optimizer, e.g. `betas`, `eps`, `momentum`."""
 

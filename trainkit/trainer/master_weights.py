@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -85,13 +85,14 @@ class MasterWeights(torch.optim.Optimizer):
 def with_masters(cls: type[torch.optim.Optimizer]) -> type[MasterWeights]:
     """Return the class of optimizers ``cls``, with float32 copies of weights of lower precision."""
 
-    def make(self: Any, params: Iterable[nn.Parameter], **kwargs: Any) -> None:
-        parameters = list(params)
+    def make(self: Any, params: Iterable[nn.Parameter | dict[str, Any]], **kwargs: Any) -> None:
+        given = list(params)
+        parameters = [p for each in given for p in (each["params"] if isinstance(each, dict) else [each])]
         self._masters = {each: each.detach().float() for each in low_precision(parameters)}
         for parameter in self._masters:
             parameter.grad_dtype = torch.float32
         with self._copies():  # some make their state here, of the type of the parameters
-            cls.__init__(self, parameters, **kwargs)
+            cls.__init__(self, cast(Any, given), **kwargs)
 
     return type(cls.__name__, (MasterWeights, cls), {"__init__": make})
 

@@ -20,6 +20,7 @@ from trainkit.models.policy import Policy
 from trainkit.models.recomputing import recompute_activations
 from trainkit.models.reference import Frozen
 from trainkit.models.unloaded import as_trained, loaded_by_one
+from trainkit.plugins.hooks import entry_name
 from trainkit.runs.parallel import Parallel
 from trainkit.seeding import global_rng
 from trainkit.trainer import optim
@@ -83,6 +84,11 @@ class Models:
         self.frozen: list[Frozen] = []
         """Further models, frozen: a reference that the user chose, teachers."""
         optim.check_settings(config)
+        if config.optimizer.groups and not isinstance(parallel.sharding, Replicated | FSDP2):
+            raise ConfigError(
+                f"optimizer.groups is set, and with train.sharding {entry_name(config.train.sharding)!r} all "
+                "parameters have one learning rate; remove it, or set train.sharding to 'none' or 'fsdp2'"
+            )
         optim.check_given(config, optimizer, scheduler, replicated=type(parallel.sharding) is Replicated)
 
     @property
@@ -167,7 +173,7 @@ class Models:
 
     def _warn_of_low_precision(self, policy: nn.Module) -> None:
         """Log that steps are made in the precision of the weights, if that is low and the optimizer has no copies."""
-        without = self._given_optimizer is not None or type(self.parallel.sharding) is FSDP2
+        without = self._of_user or type(self.parallel.sharding) is FSDP2
         low = low_precision(policy.parameters())
         if self.parallel.is_main and without and low:
             log.warning(
@@ -192,8 +198,13 @@ class Models:
 
     @property
     def learning_rate(self) -> float:
-        """That of the next step."""
+        """That of the next step; of the parameters that are in no group, if some are."""
         return float(self.optimizer.param_groups[0]["lr"])
+
+    @property
+    def rates_of_groups(self) -> dict[str, float]:
+        """The learning rates of the next step of the groups in `optimizer.groups`, by their ``match``."""
+        return {group["match"]: float(group["lr"]) for group in self.optimizer.param_groups if "match" in group}
 
     @property
     def _inner(self) -> Any:
@@ -201,23 +212,23 @@ class Models:
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
     @property
-    def _of_user(self) -> Any:
-        """The optimizer that the user gave, or made; None if it is that of the configuration."""
-        return None if self._given_optimizer is None else self._inner
+    def _of_user(self) -> bool:
+        """Whether the optimizer is one that the user gave, or made."""
+        return self._given_optimizer is not None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of optimizer, schedule and gradient scaler; checkpoints have the weights apart."""
         optimizer, scaler = self.parallel.sharding.optimizer_state(self.optimizer), self.parallel.accelerator.scaler
         return {
             "optimizer": optimizer,
-            "optimized": optim.described(optimizer, self.unwrapped, self._of_user),
+            "optimized": optim.described(optimizer, self.unwrapped, self._inner, of_user=self._of_user),
             "scheduler": self.scheduler.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
         }
 
     def check_state(self, state: Any) -> None:
         """Raise a `ValueError` if what `state_dict` returned does not fit the policy; names what is different."""
-        optim.check_state(state["optimizer"], state["optimized"], self.unwrapped, self._of_user)
+        optim.check_state(state["optimizer"], state["optimized"], self.unwrapped, self._inner, of_user=self._of_user)
 
     def load_state_dict(self, state: Any, step: int) -> None:
         """Restore what `state_dict` returned after ``step``; log a warning if the learning rate jumps."""

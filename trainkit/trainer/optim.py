@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -20,8 +21,11 @@ from trainkit.trainer.master_weights import low_precision, with_masters
 
 ENDLESS = ("constant", *TORCH_SCHEDULES)
 """Schedules that do not end with the run."""
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-"""Makes an optimizer of parameters."""
+MakeOptimizer = (
+    Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    | Callable[[list[nn.Parameter], list[str]], torch.optim.Optimizer]
+)
+"""Makes an optimizer of parameters, or of parameters and their names."""
 MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
 """Makes a schedule of an optimizer."""
 
@@ -47,7 +51,7 @@ def make_optimizer(
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     if given is not None:
-        return _checked(given if isinstance(given, torch.optim.Optimizer) else given(trained), model)
+        return _checked(given if isinstance(given, torch.optim.Optimizer) else _made(given, model), model)
     cls, arguments = getattr(torch.optim, OPTIMIZERS[config.name]), dict[str, Any](config.kwargs)
     arguments |= {"lr": config.lr, "weight_decay": config.weight_decay}
     chosen = {"fused", "foreach", "differentiable"} & arguments.keys()
@@ -55,11 +59,45 @@ def make_optimizer(
         arguments["fused"] = all(p.device.type in ("cpu", "cuda") for p in trained)
     try:
         optimizer: torch.optim.Optimizer = (with_masters(cls) if masters and low_precision(trained) else cls)(
-            trained, **arguments
+            _groups(config, model), **arguments
         )
     except (TypeError, ValueError, LookupError) as error:
         raise ConfigError(f"optimizer.kwargs {config.kwargs} do not fit {config.name!r}: {error}") from error
     return optimizer
+
+
+def _groups(config: OptimizerConfig, model: nn.Module) -> list[dict[str, Any]]:
+    """Return the groups of trained parameters: those of the configuration, after that of all others."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    groups, usual = list[dict[str, Any]](), {"lr": config.lr, "weight_decay": config.weight_decay}
+    for index, group in enumerate(config.groups):
+        names = [name for name in named if re.search(group.match, name)]
+        if not names:
+            every = [name for name, p in model.named_parameters() if p.requires_grad]
+            taken = any(re.search(group.match, name) for name in every)
+            raise ConfigError(
+                f"optimizer.groups[{index}].match is {group.match!r}, and "
+                + ("all parameters that match are in groups before it; " if taken else "no trained parameter matches; ")
+                + f"there are {len(every)}, such as {every[0]} and {every[-1]}"
+            )
+        own = {"lr": group.lr, "weight_decay": group.weight_decay}
+        settings = {key: usual[key] if value is None else value for key, value in own.items()}
+        groups.append({"params": [named.pop(name) for name in names], **settings, "match": group.match})
+    return [{"params": list(named.values())}, *groups] if named else groups
+
+
+def _made(make: MakeOptimizer, model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer that a function of the user makes of the trained parameters, and of their names if it asks.
+
+    A class of torch asks for parameters alone: only arguments without a default count.
+    """
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [p for p in inspect.signature(make).parameters.values() if p.kind in kinds and p.default is p.empty]
+    parameters, names = [p for _, p in named], [name for name, _ in named]
+    function: Any = make
+    made: torch.optim.Optimizer = function(parameters, names) if len(needed) > 1 else function(parameters)
+    return made
 
 
 def _checked(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:
@@ -181,13 +219,15 @@ def load_state(optimizer: Any, scheduler: LRScheduler, state: Mapping[str, Any],
     schedule._last_lr = [group["lr"] for group in optimizer.param_groups]
 
 
-def described(state: Mapping[str, Any], model: nn.Module, optimizer: Any = None) -> dict[str, list[str]]:
+def described(
+    state: Mapping[str, Any], model: nn.Module, optimizer: Any, *, of_user: bool = False
+) -> dict[str, list[str]]:
     """Return the names of the trained parameters in the optimizer's order, and of those that it has a state of.
 
-    ``optimizer`` is one of the user, which may have another order and is told by its class.
+    An optimizer ``of_user`` is told by its class.
     """
     names = [name for name, _ in _trained(model, optimizer)]
-    kind = {} if optimizer is None else {"class": [type(optimizer).__qualname__]}
+    kind = {"class": [type(optimizer).__qualname__]} if of_user else {}
     return {
         "parameters": names,
         "with_state": [name for index, name in enumerate(names) if index in state["state"]],
@@ -195,15 +235,15 @@ def described(state: Mapping[str, Any], model: nn.Module, optimizer: Any = None)
     }
 
 
-def _trained(model: nn.Module, optimizer: Any = None) -> list[tuple[str, nn.Parameter]]:
-    """Return the trained parameters, in the order of the optimizer if one is given."""
+def _trained(model: nn.Module, optimizer: Any) -> list[tuple[str, nn.Parameter]]:
+    """Return the trained parameters in the order of the optimizer; those of the model's if it has parts of them."""
     trained = {id(p): (name, p) for name, p in model.named_parameters() if p.requires_grad}
-    groups = [] if optimizer is None else optimizer.param_groups
-    return [trained[id(p)] for group in groups for p in group["params"]] or list(trained.values())
+    held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    return [trained[key] for key in held] if trained.keys() == set(held) else list(trained.values())
 
 
 def check_state(
-    state: Mapping[str, Any], told: Mapping[str, list[str]], model: nn.Module, optimizer: Any = None
+    state: Mapping[str, Any], told: Mapping[str, list[str]], model: nn.Module, optimizer: Any, *, of_user: bool = False
 ) -> None:
     """Check that the optimizer's state in a checkpoint is whole, and that of the parameters of ``model``, in order.
 
@@ -211,12 +251,13 @@ def check_state(
         state: the state; its tensors may be still to be read.
         told: what `described` returned when the checkpoint was written.
         model: the model.
-        optimizer: the optimizer, if it is one of the user.
+        optimizer: the optimizer.
+        of_user: whether it is one of the user.
 
     Raises:
         ValueError: a parameter, or its state, is missing, is another one, or has another shape; names it.
     """
-    trained, here = _trained(model, optimizer), described(state, model, optimizer)
+    trained, here = _trained(model, optimizer), described(state, model, optimizer, of_user=of_user)
     if told.get("class") != here.get("class"):
         before, now = (" ".join(each.get("class", ["that of the configuration"])) for each in (told, here))
         raise ValueError(f"the optimizer was {before}, and is {now}")
@@ -269,4 +310,5 @@ def check_given(config: TRLConfig[Any], optimizer: Any, scheduler: Any, *, repli
 
 def check_settings(config: TRLConfig[Any]) -> None:
     """Build both for one number, so that arguments that do not fit are reported before a model is loaded."""
-    make_scheduler(config.scheduler, make_optimizer(config.optimizer, nn.ParameterList([torch.zeros(1)])), 1)
+    ungrouped = config.optimizer.model_copy(update={"groups": []})  # of parameters that have no names yet
+    make_scheduler(config.scheduler, make_optimizer(ungrouped, nn.ParameterList([torch.zeros(1)])), 1)

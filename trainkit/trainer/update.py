@@ -102,7 +102,8 @@ class Updater:
             verdict = self._judged(metrics)
         metrics |= self._make_step(metrics) if verdict is Verdict.STEP else {"train/skipped": m.Mean.of(torch.ones(()))}
         self.models.optimizer.zero_grad()
-        rate = self.models.learning_rate  # the one of this step; the schedule moves on to that of the next
+        rates = {"train/lr": self.models.learning_rate}  # those of this step; the schedule moves on to the next one's
+        rates |= {f"train/lr/{match}": rate for match, rate in self.models.rates_of_groups.items()}
         optim.advance(scheduler)
         self.models.unwrapped.eval()
         at.step, at.tokens, at.stopped = at.step + 1, at.tokens + int(weight), verdict is Verdict.STOP
@@ -110,7 +111,7 @@ class Updater:
             at.trained += len(batch) * self.parallel.world
             self._after_step()
         self.changing = False
-        return {**metrics, "train/lr": m.Mean.of(torch.tensor(rate, dtype=torch.float64))}
+        return metrics | {name: m.Mean.of(torch.tensor(rate, dtype=torch.float64)) for name, rate in rates.items()}
 
     def _warn_past_the_end(self) -> None:
         """Log a warning, once, when a loop of the caller's own goes on after the schedule has ended."""
