@@ -680,6 +680,10 @@ def test_what_cannot_have_an_environment_or_has_none_is_refused(tmp_path: Path) 
     trainer = tiny_trainer("sft", tmp_path)
     with pytest.raises(ConfigError, match="'sft' learns from samples, not from the rewards of an environment"):
         type(trainer)(trainer.config, tokenizer=trainer.tokenizer, environment=Letters)
+    online = tiny_trainer("rloo", tmp_path)
+    single = type("Single", (type(online),), {"environments": False})  # an algorithm of responses to prompts alone
+    with pytest.raises(ConfigError, match="'rloo' does not learn from environments; give a reward function instead"):
+        single(online.config, tokenizer=online.tokenizer, environment=Letters)
 
 
 def test_an_environment_of_a_function_is_checked_when_it_is_made(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from trainkit.testing.trainers import tiny_trainer
 
 
 def weights(trainer: Any) -> dict[str, Tensor]:
+    trainer.models.build()
     return {k: v.clone() for k, v in trainer.unwrapped.state_dict().items()}
 
 

@@ -79,6 +79,8 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
     """Whether the trained model generates text. If it scores text instead, evaluations have no prompts."""
     encoder_decoders: ClassVar[bool] = True
     """Whether encoder-decoders can be trained; if not, they are refused at construction."""
+    environments: ClassVar[bool] = True
+    """Whether an environment may take the place of the reward function: whether experience can be of several turns."""
     columns: ClassVar[tuple[str, ...]] = ()
     """Columns of samples that the algorithm reads, besides those of their format. Others are named in a warning, as are
     those of prompts if there is no reward function, metric function or environment to get them."""
@@ -121,7 +123,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
 
     def _make_parts(self) -> None:
         """Make the parts of a trainer of language models, in the order in which they need each other."""
-        check_environment(self.config, self.environment, self.inputs)
+        check_environment(self.config, self.environment, self.inputs if self.environments else ())
         if self.online:
             check_distribution(self.config)
         self.text = self._make_text()

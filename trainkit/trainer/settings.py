@@ -75,9 +75,11 @@ def check_environment(config: Config, environment: object, inputs: tuple[str, ..
     Args:
         config: the settings.
         environment: makes environments; None: there is none.
-        inputs: what the algorithm learns from.
+        inputs: what the algorithm learns from; nothing if it has declared that it takes no environments.
     """
     if environment is not None:
+        if not inputs:
+            raise ConfigError(f"{config.method.name!r} does not learn from environments; give a reward function instead")
         if not {"reward_fn", "environment"} & {*inputs}:
             raise ConfigError(
                 f"{config.method.name!r} learns from {' and '.join(inputs)}, not from the rewards of an environment"

@@ -135,7 +135,7 @@ class Subject:
     @property
     def plays(self) -> bool:
         """Whether the trainer can learn from environments: its model reads an episode as one text."""
-        return self.causal and self.samples_text and self.rewarded
+        return self.causal and self.samples_text and self.rewarded and self.trainer_class.environments
 
     @property
     def needs_environment(self) -> bool:

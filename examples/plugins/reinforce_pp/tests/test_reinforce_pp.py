@@ -32,7 +32,7 @@ def test_a_token_pays_for_the_divergence_from_itself_on(tmp_path: Path) -> None:
     """Check that without other rewards, advantages are the whitened −β Σ k1 over the token and those after it."""
     trainer = tiny_trainer("reinforce_pp", tmp_path, method__kl_coef=0.5)
     trainer.reward_fn = lambda outputs, **_: [0.0] * len(outputs)
-    trainer.reference  # noqa: B018  (made before the weights move)
+    trainer.models.build()  # the reference is made before the weights move
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in trainer.unwrapped.parameters():
@@ -50,6 +50,7 @@ def test_a_token_pays_for_the_divergence_from_itself_on(tmp_path: Path) -> None:
 def test_a_constant_reward_without_a_price_moves_nothing(tmp_path: Path) -> None:
     trainer = tiny_trainer("reinforce_pp", tmp_path, method__kl_coef=0.0)
     trainer.reward_fn = lambda outputs, **_: [0.9] * len(outputs)
+    trainer.models.build()
     before = {name: tensor.clone() for name, tensor in trainer.unwrapped.state_dict().items()}
     trainer.learn()
     assert all(torch.equal(before[name], tensor) for name, tensor in trainer.unwrapped.state_dict().items())

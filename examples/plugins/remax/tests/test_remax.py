@@ -71,6 +71,7 @@ def test_the_baseline_is_the_score_of_the_greedy_response(tmp_path: Path) -> Non
 def test_a_constant_reward_without_a_penalty_changes_nothing(tmp_path: Path) -> None:
     trainer = tiny_trainer("remax", tmp_path, method__kl_coef=0.0)
     trainer.reward_fn = lambda outputs, **_: [0.9] * len(outputs)
+    trainer.models.build()
     before = {name: tensor.clone() for name, tensor in trainer.unwrapped.state_dict().items()}
     trainer.learn()
     assert all(torch.equal(before[name], tensor) for name, tensor in trainer.unwrapped.state_dict().items())

@@ -370,6 +370,7 @@ def kept_state_moves(bench: Bench) -> None:
     With a target that is never synchronised an algorithm keeps learning from its initial state.
     """
     trainer = bench.trainer()
+    trainer.models.build()
     before = _kept(trainer)
     require(
         before,
