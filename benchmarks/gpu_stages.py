@@ -41,9 +41,17 @@ from trainkit.models import Policy, make_policy
 from trainkit.rollouts import CausalSampler
 
 TRAINING: dict[str, tuple[tuple[str, str, str, str], ...]] = {
-    "sft": (("sft:8x512..2048", "Q05", "", ""), ("sft:8x512..2048", "Q15", "--apart", "")),
-    "dpo": (("dpo:8x256..1024", "Q05", "", ""),),
-    "grpo": (("grpo:16x8,512+256", "Q05", "--microbatch 16", ""), ("grpo:16x8,512+256", "Q05", "", "trainkit")),
+    "sft": (
+        ("sft:8x512..2048", "Q05", "", ""),
+        ("sft:8x512..2048", "Q05", "", "trainkit-padded"),
+        ("sft:8x512..2048", "Q15", "--apart", ""),
+    ),
+    "dpo": (("dpo:8x256..1024", "Q05", "", ""), ("dpo:8x256..1024", "Q05", "", "trainkit-padded")),
+    "grpo": (
+        ("grpo:16x8,512+256", "Q05", "--microbatch 16", ""),
+        ("grpo:16x8,512+256", "Q05", "", "trainkit"),
+        ("grpo:16x8,512+256", "Q05", "", "trainkit-padded"),
+    ),
 }
 """The training steps of a stage: case, model, options of ``speed.py``, and the system, if it is one alone."""
 TINY = {"sft": "sft:2x12..16", "dpo": "dpo:2x12..16", "grpo": "grpo:2x2,8+8"}

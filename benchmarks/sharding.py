@@ -65,7 +65,7 @@ def measure(sharding: str, run_dir: str) -> None:
     trainer = get_trainer("sft")(config, tokenizer=tokenizer)
     trainer.add_samples([("abc", "defgh" * 4)] * 64)
     before, found = resident(), {}
-    trainer.policy  # noqa: B018  (loads and divides the model)
+    trainer.models.build()  # loads and divides the model
     peaks = gather_object([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before])
     found |= {SHOWN[-2]: peaks[0], **({SHOWN[-1]: max(peaks[1:])} if peaks[1:] else {})}
     if sharding in ("none", "fsdp2"):

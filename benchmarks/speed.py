@@ -26,7 +26,8 @@ by oneDNN where that is exact, with torch's own attention kernel. With ``equal``
 the baseline still exclude attention from "medium". With ``shared``, the other systems exclude attention, too.
 
 TRL runs without activation recomputation, which is faster; ``--systems trainkit trl-recompute`` measures its default.
-``trainkit-separate`` runs a prompt once for each of its responses. trlX is measured where ``--trlx-python`` names an
+``trainkit-separate`` runs a prompt once for each of its responses; ``trainkit-joined`` runs rows without padding, and
+``trainkit-padded`` with it, whatever the device. trlX is measured where ``--trlx-python`` names an
 interpreter that has it. ``--clock cpu`` counts processor time, for machines on which other programs run.
 """
 

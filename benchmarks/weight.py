@@ -76,7 +76,7 @@ def of_a_run() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         trainer = tiny_trainer("ppo", Path(folder) / "run")
         members = [name for name in {*dir(trainer)} - {*dir(object)} if not re.match(r"__\w+__$|_abc_impl", name)]
-        loss, model = trainer.loss, trainer.unwrapped.model
+        loss, model = trainer.loss, trainer.models.load_policy().model
 
         def sampled(*_: Any) -> None:
             stack = frames()

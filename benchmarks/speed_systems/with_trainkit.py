@@ -11,6 +11,8 @@ from trainkit.config import ModelConfig
 
 FROZEN = "num_layers_unfrozen"
 """The setting of ``trainkit-frozen``, in which only 2 layers are trained."""
+PASSES = ("trainkit-joined", "trainkit-padded")
+"""Systems whose rows are run without padding, or with it, on any device."""
 METHODS: dict[str, dict[str, Any]] = {
     "generate": {"name": "sft"},
     "online-dpo": {"name": "online_dpo"},
@@ -66,6 +68,7 @@ def settings(work: Work) -> dict[str, Any]:
     trained = {"online-dpo": work.rows // work.samples, "rft": work.rows // 2}  # a pair of each prompt, and the best
     train = {"batch_size": trained.get(work.case, work.rows), "total_steps": 10**6, "trackers": []}
     train |= {"share_prompts": False} if work.system == "trainkit-separate" else {}
+    train |= {"padding_free": work.system == "trainkit-joined"} if work.system in PASSES else {}
     train |= {"mixed_precision": "bf16"} if work.precision == "bf16" else {}
     train |= {"microbatch_size": work.microbatch} if work.microbatch else {}
     return {
@@ -99,6 +102,7 @@ def run(work: Work, turns: Turns) -> None:
         trainkit.train(work.network(), config=config, tokenizer=tokenizer, callbacks=callbacks, **data(work))
     config = config.evolve(model={"model_path": work.fields})
     trainer = trainkit.get_trainer("sft")(config, tokenizer=tokenizer)
+    trainer.models.build()
     turns.time(trainer.sampling.engine, "submit", "generate")
     prompts = work.texts(work.rows, work.prompt)
     turns.ready()
