@@ -152,6 +152,7 @@ def test_only_the_network_or_its_adapter_is_trained_and_the_export_makes_the_sam
     from diffusers import PNDMScheduler, StableDiffusionPipeline
 
     trainer = latent_trainer(saved, tmp_path / "run", model__peft_config=adapter, train__total_steps=3)
+    trainer.models.build()
     before = {name: value.clone() for name, value in trainer.unwrapped.state_dict().items()}
     trainer.learn()
     moved = [name for name, value in trainer.unwrapped.state_dict().items() if not torch.equal(value, before[name])]
