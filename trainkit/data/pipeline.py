@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -325,6 +325,16 @@ EncodedSide = tuple[list[int], list[bool]]
 """The token ids of a prompt with an output, and a mask of the output's tokens."""
 
 
+class Shape(Protocol):
+    """Another rule for the token ids of samples and pairs than truncation to a length: `trainkit.trainer.text.Text`."""
+
+    lost: str
+    """What rows that are too long lose, in words."""
+
+    def __call__(self, *sides: EncodedSide) -> tuple[EncodedSide, ...]:
+        """Return a sample, or both sides of a pair, as they are trained on; none is longer than the length limit."""
+
+
 class EqualSidesError(DataError):
     """The sides of a pair are the same, as text, as tokens, or after truncation, so that it shows no preference."""
 
@@ -364,14 +374,30 @@ def encode_pair(
             _cut(tokenizer, _end_of(ids, kept, len(ids) - gone), _end_of(mask, kept, len(ids) - gone), limit)
             for ids, mask in sides
         )
+    check_sides(chosen, rejected, what, limit if room > 0 else None)
+    return chosen, rejected, room > 0
+
+
+def check_sides(chosen: EncodedSide, rejected: EncodedSide, what: str, limit: int | None = None) -> None:
+    """Check that both sides of a pair have an output, and that they differ.
+
+    Args:
+        chosen: the one side.
+        rejected: the other side.
+        what: names the pair in errors.
+        limit: the number of tokens to which they were truncated; None: they were not.
+
+    Raises:
+        EqualSidesError: both sides have the same tokens.
+        DataError: a side has no output.
+    """
     same = chosen == rejected
     if same or not (any(chosen[1]) and any(rejected[1])):
         error = EqualSidesError if same else DataError
         raise error(
             f"{what} has {'the same tokens as chosen and as rejected' if same else 'a side without output'}"
-            f"{f' within {limit} tokens; raise train.seq_length, or remove it' if room > 0 else '; remove it'}"
+            f"{'; remove it' if limit is None else f' within {limit} tokens; raise train.seq_length, or remove it'}"
         )
-    return chosen, rejected, room > 0
 
 
 def pair_sides(row: Row) -> tuple[EncodedSide, EncodedSide]:

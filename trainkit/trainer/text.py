@@ -29,6 +29,8 @@ from trainkit.data.pipeline import (
     IDS,
     EncodedSide,
     EqualSidesError,
+    Shape,
+    check_sides,
     encode_pair_within,
     encode_within,
     id_count,
@@ -97,6 +99,8 @@ class Text:
         self.encode = PromptEncoder(
             self.tokenizer, budget, config.rollout.overlong_prompts, ends=self.is_encoder_decoder
         )
+        self.shape: Shape | None = None
+        """What makes samples and pairs of their whole token ids; None: they are truncated to ``limit``."""
         self._warned: set[str] = set()  # columns and parts of conversations that a warning has named
 
     def _length_limit(self, virtual: int) -> int | None:
@@ -257,8 +261,12 @@ class Text:
     @property
     def _lost(self) -> str:
         """What truncated samples lose, in words."""
-        return lost_by_truncation(
-            self.tokenizer, pairs="pairs" in self.inputs, is_encoder_decoder=self.is_encoder_decoder
+        return (
+            self.shape.lost
+            if self.shape
+            else lost_by_truncation(
+                self.tokenizer, pairs="pairs" in self.inputs, is_encoder_decoder=self.is_encoder_decoder
+            )
         )
 
     def _read_pairs(self, samples: Iterable[Any], first: int, check: Callable[..., None]) -> tuple[list[Row], int]:
@@ -310,9 +318,27 @@ class Text:
             )
 
     def _encode_pair(self, row: Row, what: str = "the sample") -> tuple[EncodedSide, EncodedSide, bool]:
-        return encode_pair_within(
-            self.tokenizer, row, self.limit, what, is_encoder_decoder=self.is_encoder_decoder, ends=self.ends
+        limit = None if self.shape else self.limit
+        chosen, rejected, cut = encode_pair_within(
+            self.tokenizer, row, limit, what, is_encoder_decoder=self.is_encoder_decoder, ends=self.ends
         )
+        if self.shape:
+            (chosen, rejected), cut = self._shaped(what, chosen, rejected)
+            check_sides(chosen, rejected, what, self.limit if cut else None)
+        return chosen, rejected, cut
+
+    def _shaped(self, what: str, *sides: EncodedSide) -> tuple[tuple[EncodedSide, ...], bool]:
+        """Return what `shape` makes of a sample, or of the sides of a pair, and whether one is shorter now.
+
+        Raises:
+            DataError: one is longer than the model can read.
+        """
+        assert self.shape is not None, "it is called if there is one"
+        shaped = self.shape(*sides)
+        for _, chosen in shaped:
+            if not self.fits(len(chosen) - sum(chosen), sum(chosen)):
+                raise DataError(f"{what} has {len(chosen)} tokens, and {self.what_fits}; shorten it")
+        return shaped, any(len(new[0]) < len(old[0]) for new, old in zip(shaped, sides, strict=True))
 
     def encode_samples(self, rows: list[Row]) -> Sequences:
         """Encode sample rows as sequences on the device; outputs and their EOS are marked as responses."""
@@ -324,9 +350,13 @@ class Text:
 
     def _encode_sample(self, row: Row, what: str = "the sample") -> tuple[list[int], list[bool], bool]:
         """Return the ids, which of them are outputs, and whether the sample was truncated."""
-        return encode_within(
-            self.tokenizer, row, self.limit, what, is_encoder_decoder=self.is_encoder_decoder, ends=self.ends
+        limit = None if self.shape else self.limit
+        ids, chosen, cut = encode_within(
+            self.tokenizer, row, limit, what, is_encoder_decoder=self.is_encoder_decoder, ends=self.ends
         )
+        if self.shape:
+            ((ids, chosen),), cut = self._shaped(what, (ids, chosen))
+        return ids, chosen, cut
 
     def encode_preferences(self, rows: list[Row]) -> Preferences:
         """Encode rows of pairs as sequences on the device; prompt and output are tokenised as one text."""

@@ -30,7 +30,7 @@ class DPOTrainer(PairTrainer):
         data_collator: refused.
         label_pad_token_id: without effect.
         padding_value: without effect.
-        truncation_mode: ``"keep_end"``.
+        truncation_mode: what prompts that are too long keep: ``"keep_end"`` or ``"keep_start"``; see `Truncation`.
         train_dataset: the rows.
         eval_dataset: held-out rows.
         tokenizer: the tokenizer; None: that of the model.
@@ -39,8 +39,8 @@ class DPOTrainer(PairTrainer):
         optimizers: refused.
         preprocess_logits_for_metrics: refused.
         max_length: the largest number of tokens of a side; None: 512, or less if tokenizer or model allow less.
-        max_prompt_length: without effect.
-        max_target_length: without effect.
+        max_prompt_length: the tokens that they keep; None: 128.
+        max_target_length: the most tokens of an output of an encoder-decoder; None: 128.
         peft_config: the adapter that is trained.
         is_encoder_decoder: without effect.
         disable_dropout: whether dropout is switched off.

@@ -53,6 +53,7 @@ class KTOTrainer(OfflineTrainer):
     }
     method: ClassVar[str] = "kto"
     section: ClassVar[str] = "KTOTrainer"
+    truncated: ClassVar[str] = "outside"
     names: ClassVar[Mapping[str, str]] = {
         "rewards/desirable": "rewards/chosen",
         "rewards/undesirable": "rewards/rejected",

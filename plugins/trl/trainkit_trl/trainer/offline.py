@@ -41,6 +41,7 @@ from trainkit_migrate import framework, translate
 from trainkit_trl.overriding import ADAPTER
 from trainkit_trl.trainer.calling import Calling
 from trainkit_trl.trainer.reward_config import OLD
+from trainkit_trl.trainer.truncation import truncation
 
 log = logging.getLogger(__name__)
 
@@ -136,6 +137,8 @@ class OfflineTrainer(Calling):
 
     method: ClassVar[str]
     section: ClassVar[str]
+    truncated: ClassVar[str] = ""
+    """``"within"``: samples are truncated by `Truncation`; ``"outside"``: with that field; else as trainkit does."""
 
     def _begin(
         self,
@@ -188,6 +191,14 @@ class OfflineTrainer(Calling):
             **live,
         )
         self.tokenizer = self.trainer.tokenizer
+        if self.truncated:
+            self.trainer.text.shape = truncation(
+                {**vars(self.args), **given},
+                self.tokenizer,
+                self.trainer.config.train.seq_length,
+                outside=self.truncated == "outside",
+                apart=self.trainer.text.is_encoder_decoder,
+            )
         if train is not None:
             self.trainer.add_samples(train)
         self._sets = dict[str, tuple[Any, Any]]()
@@ -214,11 +225,15 @@ class OfflineTrainer(Calling):
             return
         rows = next(iter(held_out.values())) if isinstance(held_out, Several) else held_out
         prompts: list[Any] = []  # texts or messages
+        bos = self.trainer.tokenizer.bos_token or ""
         for row in rows:
             if len(prompts) == self.args.per_device_eval_batch_size:
                 break
-            if row["prompt"] not in prompts:
-                prompts.append(row["prompt"])
+            prompt = row["prompt"]
+            if isinstance(prompt, str) and not prompt.startswith(bos):  # as in what is trained on
+                prompt = bos + prompt
+            if prompt not in prompts:
+                prompts.append(prompt)
         self.trainer.add_eval_pipeline(prompts)
 
     def _take_trackers(self, entries: list[Any]) -> list[Any]:

@@ -32,6 +32,7 @@ class PairTrainer(OfflineTrainer):
         "concatenated_inputs", "get_batch_logps", "_get_batch_logps", "store_metrics",
     )  # fmt: skip
     label_pad_token_id = -100
+    truncated: ClassVar[str] = "within"
 
     def inputs_of(self, batch: Preferences) -> dict[str, Tensor]:
         """Return ids, attention masks and labels [B, T] of both sides."""
