@@ -50,8 +50,9 @@ class DPOTrainer(PairTrainer):
         dataset_num_proc: without effect.
         model_init_kwargs: arguments of `from_pretrained` for ``model``.
         ref_model_init_kwargs: arguments of `from_pretrained` for ``ref_model``.
-        model_adapter_name: refused.
-        ref_adapter_name: refused.
+        model_adapter_name: of a `peft.PeftModel` with several adapters, the one that is trained; None: the active one,
+            or with ``ref_adapter_name`` the one called ``"default"``.
+        ref_adapter_name: the adapter with which the model is the reference; None: the model without adapters.
         reference_free: whether there is no reference.
         force_use_ref_model: without effect.
 

@@ -37,8 +37,8 @@ class KTOTrainer(OfflineTrainer):
         preprocess_logits_for_metrics: refused.
         peft_config: the adapter that is trained.
         compute_metrics: refused.
-        model_adapter_name: refused.
-        ref_adapter_name: refused.
+        model_adapter_name: as in `DPOTrainer`.
+        ref_adapter_name: as there.
 
     Raises:
         ValueError: ``args`` is a `TrainingArguments`, without the settings of the loss.

@@ -39,6 +39,7 @@ from trainkit.models import has_adapter
 from trainkit.runs import default_trackers, free_directory
 from trainkit_migrate import framework, translate
 from trainkit_trl.overriding import ADAPTER
+from trainkit_trl.trainer.adapters import reference_of
 from trainkit_trl.trainer.calling import Calling
 from trainkit_trl.trainer.reward_config import OLD
 from trainkit_trl.trainer.truncation import truncation
@@ -173,6 +174,7 @@ class OfflineTrainer(Calling):
         self.tokenizer, self._log, self._own = tokenizer, Log(self), dict[str, Any]()
         if given.get("peft_config") is not None and has_adapter(model):
             model, given = self._adapted(model, given)
+        reference = self._compared(model, given, reference)
         optimizer, scheduler = given.get("optimizers") or (None, None)
         objects = {"optimizer": optimizer, "scheduler": scheduler, "reference": reference}
         live = {**self.makers(), **{name: value for name, value in objects.items() if value is not None}}
@@ -250,6 +252,19 @@ class OfflineTrainer(Calling):
         """Return a model that has an adapter already, which is trained on, and the arguments without a further one."""
         log.warning("peft_config has no effect: the model has an adapter already, which is trained")
         return model, {**given, "peft_config": None}
+
+    def _compared(self, model: Any, given: Mapping[str, Any], reference: Any) -> Any:
+        """Return the reference, if it is another model; that of a model with adapters depends on their names."""
+        if "ref_model" not in parameters(type(self)):
+            return reference
+        trained, compared = given.get("model_adapter_name"), given.get("ref_adapter_name")
+        if compared is not None and reference is not None:
+            log.warning("ref_adapter_name has no effect: ref_model is the reference")
+        if given.get("peft_config") is not None and trained == "default":  # the name of a new adapter
+            trained = None
+        needed = reference is None and not given.get("reference_free")
+        found = reference_of(model, trained, compared, needed=needed)
+        return found if reference is None else reference
 
     def samples(self, dataset: Any) -> Any:
         """Return the rows of a dataset as samples of trainkit."""
