@@ -39,8 +39,8 @@ def reference_of(model: Any, trained: str | None, reference: str | None, *, need
             )
     if trained is not None and trained == reference:
         raise ConfigError(
-            f"model_adapter_name and ref_adapter_name are both {trained!r}, which would move with what is trained; load "
-            "the adapter twice, under two names"
+            f"model_adapter_name and ref_adapter_name are both {trained!r}, and the reference would move; load the "
+            "adapter twice, under two names"
         )
     if trained is not None:
         model.set_adapter(trained)
