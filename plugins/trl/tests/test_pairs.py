@@ -12,15 +12,23 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, GPT2Config, HfArgumentParser, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    GPT2Config,
+    HfArgumentParser,
+    T5Config,
+    TrainingArguments,
+)
 
 from tables import table
 from trainkit.errors import ConfigError
-from trainkit.testing import character_tokenizer
+from trainkit.testing import character_tokenizer, tiny_t5
 from trainkit_migrate import framework
 from trainkit_trl import (
     CPOConfig,
     CPOTrainer,
+    DPOTrainer,
     KTOConfig,
     KTOTrainer,
     ORPOConfig,
@@ -134,6 +142,34 @@ def test_the_loss_of_a_batch_has_the_metrics_of_trl(trainer_class: Any, tmp_path
     assert trainer.compute_loss(model, batch).item() == pytest.approx(loss.item())
     held_out = trainer.evaluation_loop([batch], "").metrics
     assert held_out["eval_loss"] == pytest.approx(loss.item(), rel=1e-5)
+
+
+@table("trainer_class, t5", [(DPOTrainer, False), (ORPOTrainer, False), (CPOTrainer, False), (DPOTrainer, True)])
+def test_the_means_of_logits_are_logged_as_in_trl(trainer_class: Any, t5: bool, tmp_path: Path) -> None:
+    """They are means over all tokens and the vocabulary; those of padding, which TRL has, do not count."""
+    model, tokenizer = made()
+    if t5:
+        fields = {name: value for name, value in tiny_t5(len(tokenizer)).items() if name != "model_type"}
+        model = AutoModelForSeq2SeqLM.from_config(T5Config(**fields))
+    kind = TRAINERS.get(trainer_class, TrainingArguments)
+    args = arguments(kind, tmp_path, "--max_steps", "1", "--logging_steps", "1", "--per_device_train_batch_size", "8")
+    trainer = trainer_class(model, args=args, train_dataset=PAIRS, eval_dataset=PAIRS, tokenizer=tokenizer)
+    expected = {}
+    for side in ("chosen", "rejected"):
+        texts = [(tokenizer.encode(row["prompt"]), [*tokenizer.encode(row[side]), tokenizer.eos_token_id])
+                 for row in PAIRS]  # fmt: skip
+        logits = []
+        for prompt, output in texts:
+            ids = torch.tensor([prompt if t5 else prompt + output])
+            labels = {"labels": torch.tensor([output])} if t5 else {}
+            with torch.no_grad():
+                logits.append(trainer.model(input_ids=ids, **labels).logits.flatten(0, 1))
+        expected[f"eval_logits/{side}"] = torch.cat(logits).mean().item()
+    found = trainer.evaluate()
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    trainer.train()
+    logged = next(each for each in trainer.state.log_history if "logits/chosen" in each)
+    assert logged["logits/rejected"] == pytest.approx(expected["eval_logits/rejected"], rel=1e-4, abs=1e-6)
 
 
 def test_kto_learns_from_labels(tmp_path: Path) -> None:
