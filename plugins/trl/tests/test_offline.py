@@ -652,3 +652,29 @@ def test_arguments_of_the_command_come_before_those_of_the_file(tmp_path: Path) 
             TrlParser(DpoScriptArguments).parse_args_and_config(["--config", str(file)])
     with pytest.raises(ValueError, match="choose one"):
         ModelConfig(load_in_8bit=True, load_in_4bit=True)
+
+
+@table("packing, eval_packing, long", [(False, True, 3), (True, False, 1), (True, None, 3), (False, None, 1)])
+def test_held_out_texts_are_packed_as_they_are_asked_to_be(
+    packing: bool, eval_packing: bool | None, long: int, tmp_path: Path
+) -> None:
+    """A text of 20 tokens and EOS, of which 8 fit, becomes rows of 8, 8 and 7 with an overlap of 1, or is truncated."""
+    model, tokenizer = made()
+    given: list[Any] = []
+
+    def text_of(row: Any) -> Any:
+        given.append(row["text"])
+        return row["text"]
+
+    data = Dataset.from_dict({"text": ["ab"]}), Dataset.from_dict({"text": ["abcdefgh" * 2 + "abcd"]})
+    trainer = SFTTrainer(
+        model, arguments(tmp_path), train_dataset=data[0], eval_dataset=data[1], tokenizer=tokenizer,
+        formatting_func=text_of, packing=packing, eval_packing=eval_packing, max_seq_length=8,
+    )  # fmt: skip
+    assert [type(each) for each in given] == [str if each else list for each in (packing, long == 3)]
+    rows = trainer.trainer.make_experience(trainer.trainer.eval_samples)
+    assert rows.attention_mask.sum(1).tolist() == ([8, 8, 7] if long == 3 else [8])
+    assert int(rows.response_mask.sum()) == (20 if long == 3 else 7)  # every token after the first
+    assert trainer.evaluate()["eval_loss"] > 0
+    again = trainer.evaluate(data[1])["eval_loss"]
+    assert again == trainer.evaluate()["eval_loss"]

@@ -270,14 +270,18 @@ class OfflineTrainer(Calling):
         """Return the rows of a dataset as samples of trainkit."""
         raise NotImplementedError
 
+    def held_out(self, dataset: Any) -> Any:
+        """Return the rows of a dataset as held-out samples of trainkit."""
+        return self.samples(dataset)
+
     def read(self, train: Any, held_out: Any) -> tuple[Any, Any]:
         """Return both datasets of the constructor as samples of trainkit; None stays None."""
         several = isinstance(held_out, Mapping)
         if train is None:
             log.warning("there is no train_dataset, so train() cannot be called; evaluate() can")
         return None if train is None else self.samples(train), (
-            Several({name: self.samples(each) for name, each in held_out.items()}) if several
-            else None if held_out is None else self.samples(held_out)
+            Several({name: self.held_out(each) for name, each in held_out.items()}) if several
+            else None if held_out is None else self.held_out(held_out)
         )  # fmt: skip
 
     @property
@@ -412,7 +416,7 @@ class OfflineTrainer(Calling):
         evaluator = self.trainer.evaluator
         before, sets = (self.trainer.eval_samples, evaluator.held_out), self._sets
         try:
-            self.trainer.add_eval_samples(self.samples(eval_dataset))
+            self.trainer.add_eval_samples(self.held_out(eval_dataset))
             self._sets = {}
             return measure()
         finally:
