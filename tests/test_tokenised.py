@@ -81,6 +81,17 @@ def test_outputs_of_a_tokenised_pair_follow_their_common_beginning(tmp_path: Pat
         trainer.add_samples([{"input_ids_chosen": [1, 2], "input_ids_rejected": [1, 2]}])
 
 
+def test_only_a_model_that_scores_whole_sides_reads_one_of_a_single_token(tmp_path: Path) -> None:
+    row = {"input_ids_chosen": [1], "input_ids_rejected": [1, 5, 6]}
+    with pytest.raises(DataError, match="sample 0 has a side without output; remove it"):
+        tiny_trainer("dpo", tmp_path / "dpo").add_samples([row])
+    trainer = tiny_trainer("reward", tmp_path / "reward", train__seq_length=2)
+    trainer.add_samples([row])
+    pairs = trainer.make_experience(list(trainer.pipeline.rows))
+    assert (pairs.chosen.input_ids.tolist(), pairs.rejected.input_ids.tolist()) == ([[1]], [[1, 5]])
+    assert trainer.loss(pairs)[0].isfinite()
+
+
 def test_other_columns_are_kept_and_models_that_read_apart_are_refused(tmp_path: Path) -> None:
     pair = {"input_ids_chosen": [1, 2], "input_ids_rejected": [1, 3], "margin": 2.0}
     trainer = tiny_trainer("reward", tmp_path / "reward")

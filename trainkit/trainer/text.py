@@ -65,6 +65,7 @@ class Text:
         model_config: that of the trained model.
         virtual: tokens before every row that an adapter adds.
         ends: token ids at which responses end, besides the tokenizer's EOS; outputs of samples end there, too.
+        scored: whether the model scores text and generates none.
         inputs: what the algorithm learns from.
         columns: columns of samples that it reads besides those of their format.
         began: when the run began, for templates that write a date.
@@ -82,6 +83,7 @@ class Text:
         model_config: PreTrainedConfig,
         virtual: int,
         ends: list[int],
+        scored: bool,
         inputs: tuple[str, ...],
         columns: tuple[str, ...],
         began: datetime,
@@ -89,7 +91,7 @@ class Text:
         self.config, self.parallel, self.inputs, self.columns = config, parallel, inputs, columns
         self.tokenizer = tokenizer
         STARTS[self.tokenizer] = began
-        self.model_config, self.ends = model_config, ends
+        self.model_config, self.ends, self.scored = model_config, ends, scored
         self.is_encoder_decoder = bool(model_config.is_encoder_decoder)
         """Whether the model reads prompt and response separately, each with its own length limit."""
         self.limit = self._length_limit(virtual)
@@ -320,7 +322,13 @@ class Text:
     def _encode_pair(self, row: Row, what: str = "the sample") -> tuple[EncodedSide, EncodedSide, bool]:
         limit = None if self.shape else self.limit
         chosen, rejected, cut = encode_pair_within(
-            self.tokenizer, row, limit, what, is_encoder_decoder=self.is_encoder_decoder, ends=self.ends
+            self.tokenizer,
+            row,
+            limit,
+            what,
+            is_encoder_decoder=self.is_encoder_decoder,
+            ends=self.ends,
+            scored=self.scored,
         )
         if self.shape:
             (chosen, rejected), cut = self._shaped(what, chosen, rejected)
@@ -417,5 +425,6 @@ def make_text(
         model_config=model_config,
         virtual=count_virtual(config.model, model),
         ends=coming_eos(config.model, model, model_config) if generates else [],
+        scored=not generates,
         **kwargs,
     )

@@ -256,6 +256,23 @@ def test_a_reward_model_with_several_labels_has_the_loss_of_trl(
     assert (tmp_path / "out/checkpoint-4" / name).exists()
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_side_of_a_single_token_is_trained_on(shared: bool, tmp_path: Path) -> None:
+    model, tokenizer = made(AutoModelForSequenceClassification, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+    sides = [([1], [1, 4]), ([2, 3], [5]), ([6], [7]), ([1, 2, 3], [1, 2, 4])]
+    rows = [{"input_ids_chosen": good, "input_ids_rejected": bad} for good, bad in sides]
+    with torch.no_grad():
+        margins = torch.cat([model(torch.tensor([a])).logits - model(torch.tensor([b])).logits for a, b in sides])
+    expected = -torch.nn.functional.logsigmoid(margins).mean()
+    args = arguments(tmp_path, RewardConfig, gradient_checkpointing=False)
+    trainer = RewardTrainer(model, args, tokenizer=tokenizer, train_dataset=rows)
+    trainer.trainer.unwrapped.shares_prompts = shared
+    batch = trainer.trainer.make_experience(trainer.trainer.pipeline.rows)
+    assert trainer.trainer.loss(batch)[0].item() == pytest.approx(expected.item(), abs=1e-6)
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(expected.item(), abs=1e-6)
+
+
 class Endless(torch.utils.data.IterableDataset[Any]):
     def __init__(self, row: Any) -> None:
         self.row = row
