@@ -540,3 +540,7 @@ def test_attributes_that_are_not_there_say_what_to_use(tmp_path: Path) -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'get_trainable_layers': its place has model.peft_config"):
         DDPOStableDiffusionPipeline().get_trainable_layers()
     assert not hasattr(trainer, "unknown")
+
+
+def test_no_mixed_precision_may_be_none(tmp_path: Path) -> None:
+    assert made(tmp_path, mixed_precision=None).trainer.config.train.mixed_precision == "no"

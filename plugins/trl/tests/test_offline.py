@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import (
     GPT2Config,
     HfArgumentParser,
     T5Config,
+    TrainerCallback,
     TrainingArguments,
 )
 
@@ -39,6 +41,7 @@ from trainkit_trl import (
     ORPOTrainer,
     RewardConfig,
     RewardTrainer,
+    RichProgressCallback,
     SFTTrainer,
     TrlParser,
     get_peft_config,
@@ -695,3 +698,22 @@ def test_held_out_texts_are_packed_as_they_are_asked_to_be(
     assert trainer.evaluate()["eval_loss"] > 0
     again = trainer.evaluate(data[1])["eval_loss"]
     assert again == trainer.evaluate()["eval_loss"]
+
+
+def test_attributes_that_are_not_there_say_what_there_is(tmp_path: Path) -> None:
+    model, tokenizer = made()
+    trainer: Any = DPOTrainer(model, args=arguments(tmp_path), train_dataset=PAIRS, tokenizer=tokenizer)
+    for name, said in (
+        ("acelerator", "did you mean 'accelerator'?"),
+        ("tokenize_row", "trainkit makes the batches"),
+        ("hooks", "trainer.trainer.hooks is it"),
+        ("quite_something", "it has compute_loss, concatenated_forward, "),
+    ):
+        assert not hasattr(trainer, name)
+        with pytest.raises(AttributeError, match=rf"'DPOTrainer' object has no attribute '{name}': {re.escape(said)}"):
+            getattr(trainer, name)
+
+
+def test_the_display_of_progress_is_a_callback_of_transformers(caplog: pytest.LogCaptureFixture) -> None:
+    assert isinstance(RichProgressCallback(), TrainerCallback)
+    assert "RichProgressCallback has no effect" in caplog.text

@@ -19,7 +19,7 @@ from trainkit import get_trainer, hookimpl
 from trainkit.errors import ConfigError, RewardError, describe
 from trainkit.metrics import Mean, Metrics
 from trainkit.runs import free_directory
-from trainkit_migrate import translate
+from trainkit_migrate import refusing, translate
 from trainkit_trl.arguments import check_takes, refuse_unknown
 from trainkit_trl.core import set_seed
 from trainkit_trl.models.modeling_sd_base import DDPOStableDiffusionPipeline
@@ -473,3 +473,6 @@ def _translated(config: DDPOConfig, *, own_optimizer: bool) -> trainkit.TRLConfi
     if processes == 1 and not train.get("resume"):
         train["run_dir"] = free_directory(train["run_dir"])
     return trainkit.default_config("ddpo").evolve(**found.config)
+
+
+__getattr__ = refusing(__name__)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrained
 
 from trainkit import Sequences
 from trainkit.errors import ConfigError
+from trainkit_migrate import refusing
 from trainkit_trl.trainer.calling import NOT_CALLED, OF_PAIRS
 from trainkit_trl.trainer.offline import checking, count, longest
 from trainkit_trl.trainer.pairs import PairTrainer, averaged, measured, without_dropout
@@ -218,3 +219,6 @@ class DPOTrainer(PairTrainer):
             for reference in (False, True)
         )
         return own.samples, others.samples
+
+
+__getattr__ = refusing(__name__)

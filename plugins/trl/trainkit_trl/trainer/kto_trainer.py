@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerBase, TrainingArguments
 
+from trainkit_migrate import refusing
 from trainkit_trl.trainer.calling import NOT_CALLED, OF_PAIRS
 from trainkit_trl.trainer.kto_config import KTOConfig
 from trainkit_trl.trainer.offline import OfflineTrainer, checking, count, longest, selected
@@ -103,3 +104,6 @@ class KTOTrainer(OfflineTrainer):
     def samples(self, dataset: Any) -> Any:
         """Return the labelled samples without other columns."""
         return selected(dataset, COLUMNS, needed=COLUMNS)
+
+
+__getattr__ = refusing(__name__)

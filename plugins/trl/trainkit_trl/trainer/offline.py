@@ -43,6 +43,7 @@ from trainkit_trl.trainer.adapters import reference_of
 from trainkit_trl.trainer.calling import Calling
 from trainkit_trl.trainer.reward_config import OLD
 from trainkit_trl.trainer.truncation import truncation
+from trainkit_trl.trainer.utils import RichProgressCallback
 
 log = logging.getLogger(__name__)
 
@@ -463,7 +464,7 @@ class OfflineTrainer(Calling):
     def save_state(self) -> None:
         """Do nothing: checkpoints have the state."""
 
-    def push_to_hub(self, commit_message: str | None = None, blocking: bool = True, **kwargs: Any) -> Any:
+    def push_to_hub(self, commit_message: str | None = "End of training", blocking: bool = True, **kwargs: Any) -> Any:
         """Publish what `save_model` writes in ``args.hub_model_id``.
 
         Args:
@@ -640,13 +641,6 @@ def longest(model: Any, tokenizer: Any, most: int) -> int:
     config = AutoConfig.from_pretrained(model) if isinstance(model, str) else model.config
     context = getattr(config, "max_position_embeddings", None) or most
     return int(min(most, context, getattr(tokenizer, "model_max_length", None) or most))
-
-
-class RichProgressCallback:
-    """Stands for TRL's display of progress: trainkit shows its own, and this has no effect."""
-
-    def __init__(self) -> None:
-        log.warning("RichProgressCallback has no effect: progress is shown and logged by train.trackers")
 
 
 def observing(callbacks: Iterable[Any]) -> list[Any]:

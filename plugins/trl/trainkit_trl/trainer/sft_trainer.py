@@ -13,6 +13,7 @@ from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBas
 
 from trainkit.data import Completions, Sequences, encode_sample, formatted, is_stream, sample_rows
 from trainkit.errors import ConfigError, DataError
+from trainkit_migrate import refusing
 from trainkit_trl.extras.dataset_formatting import conversations_formatting_function, instructions_formatting_function
 from trainkit_trl.trainer.calling import named_sequences
 from trainkit_trl.trainer.offline import OfflineTrainer, checking, columns, count, longest, selected, tokenizer_of
@@ -285,3 +286,6 @@ def _with_completions(rows: Any, made: Completions) -> Iterator[Any]:
             ", ".join(map(str, without[:20])),
             ", ..." if len(without) > 20 else "",
         )
+
+
+__getattr__ = refusing(__name__)
