@@ -187,6 +187,25 @@ def test_kto_learns_from_labels(tmp_path: Path) -> None:
         KTOTrainer(model, args=TrainingArguments(str(tmp_path)), train_dataset=LABELLED, tokenizer=tokenizer)  # type: ignore[arg-type]
 
 
+def test_the_metrics_of_kto_have_the_names_and_the_margin_of_trl(tmp_path: Path) -> None:
+    model, tokenizer = made()
+    more = ["--max_steps", "1", "--logging_steps", "1", "--eval_strategy", "steps", "--eval_steps", "1"]
+    args = arguments(KTOConfig, tmp_path, *more)
+    trainer = KTOTrainer(
+        model, args=args, train_dataset=LABELLED, eval_dataset=LABELLED, tokenizer=tokenizer
+    )  # fmt: skip
+    trainer.train()
+    names = ("rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected", "kl")
+    for split in ("train", "eval"):
+        line = next(each for each in trainer.state.log_history if f"{split}/kl" in each)
+        assert {f"{split}/{name}" for name in names} <= line.keys()
+        margin = line[f"{split}/rewards/chosen"] - line[f"{split}/rewards/rejected"]
+        assert line[f"{split}/rewards/margins"] == pytest.approx(margin)
+    found = trainer.evaluate()
+    margin = found["eval_rewards/chosen"] - found["eval_rewards/rejected"]
+    assert found["eval_rewards/margins"] == pytest.approx(margin)
+
+
 def test_dropout_of_an_adapter_is_switched_off_as_in_trl(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, tokenizer = made()
     adapter = LoraConfig(r=2, lora_dropout=0.5, target_modules=["c_attn"], fan_in_fan_out=True)

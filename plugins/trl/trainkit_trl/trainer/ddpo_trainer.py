@@ -31,6 +31,14 @@ LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "init_lora_weights": "gaus
 """The adapter of TRL, on the attention of the network."""
 Trainer: Any = get_trainer("ddpo")
 BY_LOSS = "override calculate_loss or loss, which every step calls"
+STATISTICS = {
+    "reward_mean": "reward/mean",
+    "reward_std": "reward/std",
+    "approx_kl": "policy/approx_kl",
+    "clipfrac": "policy/clipfrac",
+    "loss": "loss/total",
+}
+"""The names of TRL for metrics of trainkit."""
 
 
 class DDPOTrainer(BaseTrainer):
@@ -373,7 +381,7 @@ class Together:
 
 
 class _Shown:
-    """Calls the hook of a script."""
+    """Calls the hook of a script, and gives trackers the metrics by TRL's names, too."""
 
     def __init__(self, owner: DDPOTrainer) -> None:
         self.owner = owner
@@ -382,6 +390,15 @@ class _Shown:
     def on_experience(self, rollouts: list[Any]) -> None:
         """Show the images of a collection."""
         self.owner._show(rollouts)
+
+    @hookimpl
+    def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Log those that TRL has by its names, if it logs any; they have none of trainkit's names, so this ends."""
+        theirs = {name: metrics[ours] for name, ours in STATISTICS.items() if ours in metrics}
+        trainer = self.owner.trainer
+        if theirs and self.owner.config.log_with:
+            theirs["epoch"] = float(trainer.progress.collection)
+            trainer.hooks.hook.log_metrics(trainer=trainer, step=step, metrics=theirs)
 
 
 class _Nowhere:

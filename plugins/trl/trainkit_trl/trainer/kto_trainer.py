@@ -20,6 +20,9 @@ LOSS = (
 )  # fmt: skip
 """Methods of TRL's loss, whose batches have samples of other prompts, which trainkit keeps in experience of its own."""
 
+OWN = ("rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected", "kl")
+"""Metrics that TRL logs as ``train/...`` and ``eval/...``."""
+
 
 class KTOTrainer(OfflineTrainer):
     """KTO on rows with ``prompt``, ``completion`` and ``label``.
@@ -100,6 +103,21 @@ class KTOTrainer(OfflineTrainer):
     def ref_model(self) -> Any:
         """The reference."""
         return self.trainer.reference
+
+    def renamed(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return metrics by the names of `evaluate`; the margin is that of the mean rewards of both labels."""
+        found = {
+            name: value for name, value in super().renamed(metrics).items() if not name.endswith("rewards/margins")
+        }
+        for at in ("", "eval_"):
+            if {f"{at}rewards/chosen", f"{at}rewards/rejected"} <= found.keys():
+                found[f"{at}rewards/margins"] = found[f"{at}rewards/chosen"] - found[f"{at}rewards/rejected"]
+        return found
+
+    def logged(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return metrics by the names of ``state.log_history``: those of TRL are ``train/...`` and ``eval/...``."""
+        places = {f"{at}{name}": f"{split}/{name}" for at, split in (("", "train"), ("eval_", "eval")) for name in OWN}
+        return {places.get(name, name): value for name, value in super().logged(metrics).items()}
 
     def samples(self, dataset: Any) -> Any:
         """Return the labelled samples without other columns."""

@@ -75,12 +75,19 @@ class Log:
 
     @hookimpl
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Log metrics of the run, unless it is `OfflineTrainer.log` that passes its own on."""
+        """Log metrics of the run, unless it is `OfflineTrainer.log` that passes its own on.
+
+        As in transformers, those of training and of each held-out dataset are logged by themselves.
+        """
         self.state.global_step = step
         if self.given is None:
-            self.given = named(metrics, self.owner.names)
+            self.given = self.owner.logged(metrics)
+            parts = dict[str, dict[str, float]]()
+            for name, value in self.given.items():
+                parts.setdefault(self.owner.dataset_of(name), {})[name] = value
             try:
-                self.owner.log(dict(self.given))
+                for part in parts.values():
+                    self.owner.log(part)
             finally:
                 self.given = None
 
@@ -267,6 +274,20 @@ class OfflineTrainer(Calling):
         found = reference_of(model, trained, compared, needed=needed)
         return found if reference is None else reference
 
+    def renamed(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return metrics of trainkit by the names of `evaluate`."""
+        return named(metrics, self.names)
+
+    def logged(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return metrics of trainkit by the names of ``state.log_history``."""
+        return self.renamed(metrics)
+
+    def dataset_of(self, name: str) -> str:
+        """Return which data a metric of ``state.log_history`` is of: ``"train"``, ``"eval"``, or several by name."""
+        if not name.startswith(("eval_", "eval/")):
+            return "train"
+        return max((each for each in self._sets if name.startswith(f"eval_{each}_")), key=len, default="eval")
+
     def samples(self, dataset: Any) -> Any:
         """Return the rows of a dataset as samples of trainkit."""
         raise NotImplementedError
@@ -409,7 +430,7 @@ class OfflineTrainer(Calling):
         self.trainer.begin()
         measure = partial(get_trainer(self.method).evaluate, self.trainer)
         found = measure() if eval_dataset is None else self._on(eval_dataset, measure)
-        values = named(found, self.names).items()
+        values = self.renamed(found).items()
         return {f"{metric_key_prefix}{name.removeprefix('eval')}": value for name, value in values}
 
     def _on(self, eval_dataset: Any, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
@@ -443,7 +464,7 @@ class OfflineTrainer(Calling):
             found = {}
             for name, (rows, experience) in self._sets.items():
                 self.trainer.eval_samples, evaluator.held_out = rows, experience
-                for key, value in named(measure(), self.names).items():
+                for key, value in self.renamed(measure()).items():
                     found[f"eval/{name}_{key.removeprefix('eval_')}"] = value
                 self._sets[name] = rows, evaluator.held_out
             return found
@@ -480,10 +501,13 @@ class OfflineTrainer(Calling):
         if not self.is_world_process_zero():
             return
         step, given = self.trainer.progress.step, self._log.given
+        if (rows := getattr(self.trainer.pipeline, "rows", None)) and self.trainer.progress.trained:
+            self.state.epoch = round(self.trainer.progress.trained / len(rows), 2)
+            logs = {**logs, "epoch": self.state.epoch}
         self.state.log_history.append({**logs, "step": step})
         for each in self._trackers:
             each.tracker.log_metrics(self.trainer, step, of_trackers(logs))
-        if added := {name: value for name, value in logs.items() if name not in (given or {})}:
+        if added := {name: value for name, value in logs.items() if name not in {*(given or ()), "epoch"}}:
             self._log.given = given or {}
             self.trainer.hooks.hook.log_metrics(trainer=self.trainer, step=step, metrics=added)
             self._log.given = given
