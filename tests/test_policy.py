@@ -247,16 +247,19 @@ def test_rows_that_go_through_the_model_by_length_say_what_they_say_together(
 
 
 @table("fields", [tiny_gpt2(50), GEMMA2, tiny_t5(50), tiny_bart(50)])
-@table("hooked", [False, True])
+@table("hooked, shared", [(False, True), (True, True), (False, False)])
 def test_means_of_logits_are_those_of_the_models_own(
-    fields: dict[str, Any], hooked: bool, monkeypatch: pytest.MonkeyPatch
+    fields: dict[str, Any], hooked: bool, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After every token, those of the prompt too, or of the outputs of an encoder-decoder; nothing else changes."""
     apart = fields["model_type"] in ("t5", "bart")
     torch.manual_seed(0)
     kind: Any = AutoModelForSeq2SeqLM if apart else AutoModelForCausalLM
-    policy, rows = make_policy(kind.from_config(AutoConfig.for_model(**fields)).eval()), batch()
-    policy.shares_prompts = True
+    policy, rows = (
+        make_policy(kind.from_config(AutoConfig.for_model(**fields)).eval()),
+        Sequences.cat([batch(), ragged()]),
+    )
+    policy.shares_prompts = shared
     if hooked:  # then the rows of the head are not read
         policy.model.get_output_embeddings().register_forward_hook(lambda _, __, logits: logits + 1)
     monkeypatch.setitem(batches.PASS_COST, "cpu", batches.PassCost(0))  # each length has a pass of its own

@@ -33,7 +33,7 @@ from trainkit.models.backend import autocast_dtype
 from trainkit.models.critic import ValueBranch, make_critic
 from trainkit.models.fitting import RowLimit
 from trainkit.models.head import at_a_time, read_head, reads_in_blocks
-from trainkit.models.prompts import SharedPrompts, equal_but_for_rounding, why_not_shared
+from trainkit.models.prompts import SharedPrompts, equal_but_for_rounding, why_not_shared, with_ends
 from trainkit.models.trunk import Trunk, tiny_input
 from trainkit.models.unloaded import decided, reads_weights
 from trainkit.models.value_head import ValueHead, check_head_alone, saved_heads, saved_modules, state_width, under
@@ -228,7 +228,7 @@ class Policy(nn.Module, ABC):
                 ``trainer.frozen(...)``; without it ``divergence`` is None. The gradient is that of the policy alone.
             divergence: ``"reverse"``, KL(π‖reference), the default; ``"forward"``, KL(reference‖π);
                 ``"jensen_shannon"``, with β = ½; or a `Divergence`.
-            mean_logits: whether to compute ``mean_logits``. Prompts are not shared then.
+            mean_logits: whether to compute ``mean_logits``.
 
         Raises:
             PluginError: the divergence is unknown, is given without a reference, or does not return [N].
@@ -241,7 +241,7 @@ class Policy(nn.Module, ABC):
         )
 
     def _forward(self, sequences: Sequences, entropy: bool, against: _Comparison | None, means: bool) -> TokenOutputs:
-        buckets = self._buckets(sequences, shared=not means)
+        buckets = self._buckets(sequences)
         if len(buckets) == 1:
             return self._read(sequences, entropy, against, means)
         parts = [self._read(sequences.select(rows), entropy, against, means) for rows in buckets]
@@ -294,7 +294,7 @@ class Policy(nn.Module, ABC):
             return states.float().mean(-1)
         head: Any = self.model.get_output_embeddings()
         if reads_in_blocks(head, states):  # the mean of a linear function is that of the mean of its rows
-            mean = states.float() @ head.weight.float().mean(0)
+            mean: Tensor = states.float() @ head.weight.float().mean(0)
             return mean if head.bias is None else mean + head.bias.float().mean()
         rows = states.flatten(0, -2)
         (found,) = in_chunks(lambda part: (head(part).float().mean(-1),), len(head.weight), rows)
@@ -303,8 +303,8 @@ class Policy(nn.Module, ABC):
     def _inputs(self, sequences: Sequences) -> dict[str, Any]:
         return inputs_of(sequences, self.needs_mask)
 
-    def _buckets(self, sequences: Sequences, *, shared: bool = True) -> list[Tensor]:
-        """Return the rows of each forward pass; ``shared``: whether prompts may be shared in it."""
+    def _buckets(self, sequences: Sequences) -> list[Tensor]:
+        """Return the rows of each forward pass."""
         cost = self._cost(sequences)
         if cost is None:
             return [every_row(sequences)]
@@ -425,19 +425,43 @@ class CausalPolicy(Policy):
 
     def _states_and_means(self, sequences: Sequences, means: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         chosen = sequences.response_mask[:, 1:]
+        previous = sequences.input_ids[:, :-1][chosen]
+        if self._shares(sequences):
+            states = self._shared_states_and_means(sequences, means)
+            return states[0], states[-1], previous
         outputs = self._run_apart(sequences)
         means.append(self._mean_logits(outputs[0]).masked_fill(~sequences.attention_mask, 0.0))
         states = [each[:, :-1][chosen] for each in outputs]
-        return states[0], states[-1], sequences.input_ids[:, :-1][chosen]
+        return states[0], states[-1], previous
+
+    def _shared_states_and_means(self, sequences: Sequences, means: list[Tensor]) -> list[Tensor]:
+        """Return the outputs of `_run` in which response tokens were chosen, and add the means of all to ``means``."""
+        wider, ends = with_ends(sequences)
+        parts, of_prompts = SharedPrompts.of_rows(wider, wider.response_mask | ends), list[Tensor]()
+
+        def run(inputs: Mapping[str, Any]) -> tuple[Tensor, ...]:
+            outputs = self._run(inputs)
+            averaged = self._mean_logits(outputs[0])
+            of_prompts.append(averaged)  # the first ones; the others are returned for each row
+            return (*outputs, averaged.unsqueeze(-1))
+
+        *outputs, averaged = parts.run(run, self._cost(sequences))
+        values = torch.cat([of_prompts[0][parts.of], averaged[:, 1:, 0]], 1)
+        real = torch.cat([parts.real[parts.of], parts.mask], 1)
+        placed = torch.zeros(real.size(0), sequences.input_ids.size(1), dtype=values.dtype, device=values.device)
+        means.append(placed.masked_scatter(sequences.attention_mask, values[real]))
+        counts = parts.chosen.cumsum(1)
+        responses = parts.chosen & (counts < counts[:, -1:])  # all but the ends
+        return [each[responses] for each in outputs]
 
     def _run_apart(self, sequences: Sequences) -> tuple[Tensor, ...]:
         """Return the outputs of `_run` [B, T, *] for whole rows."""
         with nullcontext() if sequences.trunk is None else self.trunk.given(sequences.trunk):
             return self._run(self._inputs(sequences))
 
-    def _buckets(self, sequences: Sequences, *, shared: bool = True) -> list[Tensor]:
+    def _buckets(self, sequences: Sequences) -> list[Tensor]:
         """Return the rows of each forward pass; all rows if prompts are shared, which has its own buckets."""
-        if not (shared and self._shares(sequences)):
+        if not self._shares(sequences):
             return super()._buckets(sequences)
         return [every_row(sequences)] if self.one_pass else self._limited(sequences, [every_row(sequences)])
 

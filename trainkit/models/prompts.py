@@ -146,6 +146,16 @@ class SharedPrompts:
         return torch.arange(len(self.of), device=self.of.device)
 
 
+def with_ends(sequences: Sequences) -> tuple[Sequences, Tensor]:
+    """Return rows with a column more, and the place after the last token of each. -> rows [B, T + 1], bool [B, T + 1].
+
+    `SharedPrompts.of_rows` reads the states of last tokens as if a token were chosen there.
+    """
+    wider = sequences.map(lambda x: F.pad(x, (0, 1)))
+    ends = begins(sequences).squeeze(1) + sequences.lengths
+    return wider, F.one_hot(ends, wider.input_ids.size(1)).bool()
+
+
 def different_prompts(sequences: Sequences) -> tuple[Tensor, Tensor]:
     """Return the different prompts of rows, -1 in the padding at their right [G, P], and the prompt of each row [B]."""
     width, total = int(sequences.prompt_mask.sum(1).max()), sequences.input_ids.size(1)
