@@ -682,7 +682,7 @@ def test_what_cannot_have_an_environment_or_has_none_is_refused(tmp_path: Path) 
         type(trainer)(trainer.config, tokenizer=trainer.tokenizer, environment=Letters)
     online = tiny_trainer("rloo", tmp_path)
     single = type("Single", (type(online),), {"environments": False})  # an algorithm of responses to prompts alone
-    with pytest.raises(ConfigError, match="'rloo' does not learn from environments; give a reward function instead"):
+    with pytest.raises(ConfigError, match="'rloo' does not learn from environments; give a reward function"):
         single(online.config, tokenizer=online.tokenizer, environment=Letters)
 
 

@@ -246,6 +246,36 @@ def test_rows_that_go_through_the_model_by_length_say_what_they_say_together(
             torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-5)
 
 
+@table("fields", [tiny_gpt2(50), GEMMA2, tiny_t5(50), tiny_bart(50)])
+@table("hooked, shared", [(False, True), (True, True), (False, False)])
+def test_means_of_logits_are_those_of_the_models_own(
+    fields: dict[str, Any], hooked: bool, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After every token, those of the prompt too, or of the outputs of an encoder-decoder; nothing else changes."""
+    apart = fields["model_type"] in ("t5", "bart")
+    torch.manual_seed(0)
+    kind: Any = AutoModelForSeq2SeqLM if apart else AutoModelForCausalLM
+    policy, rows = (
+        make_policy(kind.from_config(AutoConfig.for_model(**fields)).eval()),
+        Sequences.cat([batch(), ragged()]),
+    )
+    policy.shares_prompts = shared
+    if hooked:  # then the rows of the head are not read
+        policy.model.get_output_embeddings().register_forward_hook(lambda _, __, logits: logits + 1)
+    monkeypatch.setitem(batches.PASS_COST, "cpu", batches.PassCost(0))  # each length has a pass of its own
+    outputs = policy(rows, mean_logits=True)
+    expected = torch.zeros(rows.input_ids.shape)
+    for at, (ids, real, chosen) in enumerate(zip(rows.input_ids, rows.attention_mask, rows.response_mask, strict=True)):
+        labels = {"labels": ids[None, chosen]} if apart else {}
+        with torch.no_grad():
+            logits = policy.model(input_ids=ids[None, real & ~chosen] if apart else ids[None, real], **labels).logits
+        expected[at, chosen if apart else real] = logits[0].mean(-1)
+    torch.testing.assert_close(outputs.mean_logits, expected, atol=1e-5, rtol=1e-4)
+    assert not outputs.mean_logits.requires_grad
+    torch.testing.assert_close(outputs.logprobs, policy(rows).logprobs, atol=1e-5, rtol=1e-4)
+    assert policy(rows).mean_logits is None
+
+
 def test_a_bucket_more_is_made_where_it_saves_more_than_it_costs() -> None:
     sequences = Sequences.from_lists([[1]] * 6, [[2] * n for n in (9, 3, 9, 3, 3, 8)])
     assert [rows.tolist() for rows in sequences.buckets(17)] == [[0, 2, 5], [1, 3, 4]]  # 3 rows × 6 columns saved

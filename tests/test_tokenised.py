@@ -82,6 +82,17 @@ def test_outputs_of_a_tokenised_pair_follow_their_common_beginning(tmp_path: Pat
         trainer.add_samples([{"input_ids_chosen": [1, 2], "input_ids_rejected": [1, 2]}])
 
 
+def test_only_a_model_that_scores_whole_sides_reads_one_of_a_single_token(tmp_path: Path) -> None:
+    row = {"input_ids_chosen": [1], "input_ids_rejected": [1, 5, 6]}
+    with pytest.raises(DataError, match="sample 0 has a side without output; remove it"):
+        tiny_trainer("dpo", tmp_path / "dpo").add_samples([row])
+    trainer = tiny_trainer("reward", tmp_path / "reward", train__seq_length=2)
+    trainer.add_samples([row])
+    pairs = trainer.make_experience(list(trainer.pipeline.rows))
+    assert (pairs.chosen.input_ids.tolist(), pairs.rejected.input_ids.tolist()) == ([[1]], [[1, 5]])
+    assert trainer.loss(pairs)[0].isfinite()
+
+
 def test_other_columns_are_kept_and_models_that_read_apart_are_refused(tmp_path: Path) -> None:
     pair = {"input_ids_chosen": [1, 2], "input_ids_rejected": [1, 3], "margin": 2.0}
     trainer = tiny_trainer("reward", tmp_path / "reward")
@@ -141,3 +152,31 @@ def test_a_loop_of_ones_own_learns_from_samples(tmp_path: Path) -> None:
     assert trainer.progress.step == 21
     with pytest.raises(ConfigError, match=r"call step\(queries, responses, scores\)"):
         tiny_trainer("ppo", tmp_path / "ppo").learn_from(["a"])
+
+
+class Halves:
+    """A `Shape` that keeps the second half of each row."""
+
+    lost = "rows lose their first half"
+
+    def __call__(self, *sides: Any) -> tuple[Any, ...]:
+        return tuple((ids[len(ids) // 2 :], mask[len(ids) // 2 :]) for ids, mask in sides)
+
+
+def test_rows_may_be_shaped_by_another_rule(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = tiny_trainer("dpo", tmp_path / "dpo")
+    trainer.text.shape = Halves()
+    trainer.add_samples([{"prompt": "abcd", "chosen": "ef", "rejected": "f"}])
+    pairs = trainer.encode_preferences(list(trainer.pipeline.rows))
+    texts = [trainer.tokenizer.decode(each.input_ids[0]) for each in (pairs.chosen, pairs.rejected)]
+    assert texts == ["def<eos>", "df<eos>"]  # of abcdef<eos> and abcdf<eos>
+    assert pairs.rejected.response_mask.tolist() == [[False, True, True]]
+    assert "1 of 1 samples were truncated to 64 tokens: rows lose their first half" in caplog.text
+    trainer = tiny_trainer("sft", tmp_path / "sft")
+    trainer.text.shape = Halves()
+    trainer.add_samples([("abc", "d")])
+    assert trainer.make_experience(list(trainer.pipeline.rows)).input_ids.tolist() == [
+        trainer.tokenizer.encode("cd<eos>")
+    ]
+    with pytest.raises(DataError, match="sample 0 has 66 tokens, and together at most 64 fit; shorten it"):
+        trainer.add_samples([("abc", "d" * 128)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -325,6 +325,16 @@ EncodedSide = tuple[list[int], list[bool]]
 """The token ids of a prompt with an output, and a mask of the output's tokens."""
 
 
+class Shape(Protocol):
+    """Another rule for the token ids of samples and pairs than truncation to a length: `trainkit.trainer.text.Text`."""
+
+    lost: str
+    """What rows that are too long lose, in words."""
+
+    def __call__(self, *sides: EncodedSide) -> tuple[EncodedSide, ...]:
+        """Return a sample, or both sides of a pair, as they are trained on; none is longer than the length limit."""
+
+
 class EqualSidesError(DataError):
     """The sides of a pair are the same, as text, as tokens, or after truncation, so that it shows no preference."""
 
@@ -336,17 +346,19 @@ def encode_pair(
     what: str = "the sample",
     *,
     ends: Collection[int] = (),
+    scored: bool = False,
 ) -> tuple[EncodedSide, EncodedSide, bool]:
     """Encode both sides of a pair row; return them, and whether they were truncated to ``limit`` tokens.
 
     A pair that is too long loses the beginning of its prompt after BOS, the same part on both sides, so that the
     prompts stay equal. An output that is still too long loses its end and its EOS, or with the
     ``truncation_side`` ``"left"`` of the tokenizer its beginning; a first token that nothing precedes is not trained.
-    ``ends`` are as for `encode_joint`.
+    ``ends`` are as for `encode_joint`. With ``scored``, for a model that scores whole sides and predicts no token, a
+    tokenised side may be a single token, which nothing precedes.
 
     Raises:
         EqualSidesError: both sides have the same tokens.
-        DataError: a text has no tokens, or a side loses its whole output.
+        DataError: a text has no tokens, or a side has no output, or loses all of it.
     """
     if "chosen" in row:
         chosen, rejected = (
@@ -354,24 +366,44 @@ def encode_pair(
         )
     else:
         chosen, rejected = pair_sides(row)
+    single = scored and not (any(chosen[1]) and any(rejected[1]))
     room = 0 if limit is None else max(len(ids) for ids, _ in (chosen, rejected)) - limit
     if room > 0:
         sides = chosen, rejected
-        prompt = min(mask.index(True) for _, mask in sides)
+        prompt = min(len(mask) - sum(mask) for _, mask in sides)
         kept = min(prompt, *(beginning(tokenizer, ids) for ids, _ in sides))
         gone = min(room, prompt - max(kept, 1))  # at least one prompt token stays
         chosen, rejected = (
             _cut(tokenizer, _end_of(ids, kept, len(ids) - gone), _end_of(mask, kept, len(ids) - gone), limit)
             for ids, mask in sides
         )
+    check_sides(chosen, rejected, what, limit if room > 0 else None, single=single)
+    return chosen, rejected, room > 0
+
+
+def check_sides(
+    chosen: EncodedSide, rejected: EncodedSide, what: str, limit: int | None = None, *, single: bool = False
+) -> None:
+    """Check that both sides of a pair have an output, and that they differ.
+
+    Args:
+        chosen: the one side.
+        rejected: the other side.
+        what: names the pair in errors.
+        limit: the number of tokens to which they were truncated; None: they were not.
+        single: whether a side need not have an output, because it was a single token.
+
+    Raises:
+        EqualSidesError: both sides have the same tokens.
+        DataError: a side has no output.
+    """
     same = chosen == rejected
-    if same or not (any(chosen[1]) and any(rejected[1])):
+    if same or not (single or (any(chosen[1]) and any(rejected[1]))):
         error = EqualSidesError if same else DataError
         raise error(
             f"{what} has {'the same tokens as chosen and as rejected' if same else 'a side without output'}"
-            f"{f' within {limit} tokens; raise train.seq_length, or remove it' if room > 0 else '; remove it'}"
+            f"{'; remove it' if limit is None else f' within {limit} tokens; raise train.seq_length, or remove it'}"
         )
-    return chosen, rejected, room > 0
 
 
 def pair_sides(row: Row) -> tuple[EncodedSide, EncodedSide]:
@@ -607,9 +639,12 @@ def encode_pair_within(
     *,
     is_encoder_decoder: bool = False,
     ends: Collection[int] = (),
+    scored: bool = False,
 ) -> tuple[EncodedSide, EncodedSide, bool]:
     """Encode a pair row by `encode_pair`, or `encode_pair_apart` if the model reads prompt and output apart."""
-    return (encode_pair_apart if is_encoder_decoder else encode_pair)(tokenizer, row, limit, what, ends=ends)
+    if is_encoder_decoder:
+        return encode_pair_apart(tokenizer, row, limit, what, ends=ends)
+    return encode_pair(tokenizer, row, limit, what, ends=ends, scored=scored)
 
 
 def lost_by_truncation(tokenizer: PreTrainedTokenizerBase, *, pairs: bool, is_encoder_decoder: bool) -> str:

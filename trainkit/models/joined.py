@@ -105,7 +105,7 @@ def _with_prompts(sequences: Sequences, needed: Tensor, chosen: Tensor) -> Joine
     common, begin = F.pad(before, (len(lengths), 0)), torch.cat([first, first[of][some]])
     in_prompt = column < common[text]
     places = _places(own) + lengths.sum()
-    last = (first + lengths - 1)[of].unsqueeze(1).expand_as(places)
+    in_prompts = first[of].unsqueeze(1) + sequences.position_ids
     columns = torch.arange(unique.size(1), device=unique.device).expand_as(unique)
     return JoinedRows(
         ids=torch.cat([unique[real], sequences.input_ids[own]]),
@@ -113,7 +113,7 @@ def _with_prompts(sequences: Sequences, needed: Tensor, chosen: Tensor) -> Joine
         queries=ends,
         keys=ends_of_keys,
         key_index=torch.where(in_prompt, begin[text] + column, ends[text] + column - common[text]),
-        read=torch.where(sequences.prompt_mask, last, places)[:, :-1][chosen[:, 1:]],
+        read=torch.where(sequences.prompt_mask, in_prompts, places)[:, :-1][chosen[:, 1:]],
     )
 
 

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -34,7 +35,7 @@ from trainkit.models.critic import ValueBranch, make_critic
 from trainkit.models.fitting import RowLimit
 from trainkit.models.head import at_a_time, read_head, reads_in_blocks
 from trainkit.models.joined import JoinedRows
-from trainkit.models.prompts import SharedPrompts, equal_but_for_rounding, why_not_joined, why_not_shared
+from trainkit.models.prompts import SharedPrompts, equal_but_for_rounding, why_not_joined, why_not_shared, with_ends
 from trainkit.models.trunk import Trunk, tiny_input
 from trainkit.models.unloaded import decided, reads_weights
 from trainkit.models.value_head import ValueHead, check_head_alone, saved_heads, saved_modules, state_width, under
@@ -66,6 +67,9 @@ class TokenOutputs(NamedTuple):
     """Entropy of the distribution from which each token was chosen; None unless requested."""
     divergence: Tensor = None  # type: ignore[assignment]
     """Divergence of that distribution from the reference's, over the whole vocabulary; None without a reference."""
+    mean_logits: Tensor = None  # type: ignore[assignment]
+    """Mean over the model's vocabulary of its logits after each real token, those of the prompt too, or of an
+    encoder-decoder of those from which each response token was chosen; without gradient. None unless requested."""
     head: Mapping[str, Tensor] = {}
     """Outputs of the policy's additional head, by name."""
 
@@ -218,6 +222,8 @@ class Policy(nn.Module, ABC):
         entropy: bool = False,
         reference: FrozenPolicy | None = None,
         divergence: str | Divergence | None = None,
+        *,
+        mean_logits: bool = False,
     ) -> TokenOutputs:
         """Return log-probabilities and values of the response tokens, and on request entropies and divergences.
 
@@ -230,27 +236,31 @@ class Policy(nn.Module, ABC):
                 ``trainer.frozen(...)``; without it ``divergence`` is None. The gradient is that of the policy alone.
             divergence: ``"reverse"``, KL(π‖reference), the default; ``"forward"``, KL(reference‖π);
                 ``"jensen_shannon"``, with β = ½; or a `Divergence`.
+            mean_logits: whether to compute ``mean_logits``.
 
         Raises:
             PluginError: the divergence is unknown, is given without a reference, or does not return [N].
         """
         against = _comparison(reference, divergence)
         if self.row_limit is None or torch.is_grad_enabled():
-            return self._forward(sequences, entropy, against)
-        return self.row_limit.without_gradient(len(sequences), lambda: self._forward(sequences, entropy, against))
+            return self._forward(sequences, entropy, against, mean_logits)
+        return self.row_limit.without_gradient(
+            len(sequences), lambda: self._forward(sequences, entropy, against, mean_logits)
+        )
 
-    def _forward(self, sequences: Sequences, entropy: bool, against: _Comparison | None) -> TokenOutputs:
+    def _forward(self, sequences: Sequences, entropy: bool, against: _Comparison | None, means: bool) -> TokenOutputs:
         buckets = self._buckets(sequences)
         if len(buckets) == 1:
-            return self._read(sequences, entropy, against)
-        parts = [self._read(sequences.select(rows), entropy, against) for rows in buckets]
+            return self._read(sequences, entropy, against, means)
+        parts = [self._read(sequences.select(rows), entropy, against, means) for rows in buckets]
         names = {name: value for name, value in parts[0]._asdict().items() if isinstance(value, Tensor)}
         outputs = {name: sequences.reunite(buckets, [getattr(part, name) for part in parts]) for name in names}
         head = {name: sequences.reunite(buckets, [part.head[name] for part in parts]) for name in parts[0].head}
         return TokenOutputs(**outputs, head=head)
 
-    def _read(self, sequences: Sequences, entropy: bool, against: _Comparison | None) -> TokenOutputs:
-        (states, hidden, previous), valued = self._states_and_critics(sequences)
+    def _read(self, sequences: Sequences, entropy: bool, against: _Comparison | None, means: bool) -> TokenOutputs:
+        averaged: list[Tensor] = []
+        (states, hidden, previous), valued = self._states_and_critics(sequences, averaged if means else None)
         others = None if against is None else against.reference.states(sequences)
         tokens = sequences.input_ids[sequences.response_mask]
         inputs = (states, tokens, previous, others)
@@ -261,16 +271,42 @@ class Policy(nn.Module, ABC):
             **({} if self.value_head is None else {"values": sequences.place(self.value_head(valued))}),
             **({"entropy": sequences.place(entropies)} if entropy else {}),
             **({} if against is None else {"divergence": sequences.place(divergences)}),
+            **({"mean_logits": averaged[0]} if means else {}),
             head={name: sequences.place(answer) for name, answer in head.items()},
         )
 
-    def _states_and_critics(self, sequences: Sequences) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-        """Return what `_states` returns, and the states [N, D] that the value head reads."""
+    def _states_and_critics(
+        self, sequences: Sequences, means: list[Tensor] | None
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+        """Return what `_states` returns, and the states [N, D] that the value head reads.
+
+        The means of the logits [B, T] are added to ``means``, unless it is None.
+        """
+        read = partial(self._states, sequences) if means is None else partial(self._states_and_means, sequences, means)
         if self.critic is None:
-            states = self._states(sequences)
+            states = read()
             return states, states[1]
-        states, own = self.critic.states(lambda: self._states(sequences), self._inputs(sequences), sequences.trunk)
+        states, own = self.critic.states(read, self._inputs(sequences), sequences.trunk)
         return states, own[:, :-1][sequences.response_mask[:, 1:]]
+
+    def _states_and_means(self, sequences: Sequences, means: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what `_states` returns, and add the means of the logits [B, T] to ``means``."""
+        states = self._states(sequences)
+        means.append(sequences.place(self._mean_logits(states[0])))
+        return states
+
+    @torch.no_grad()
+    def _mean_logits(self, states: Tensor) -> Tensor:
+        """Return the means over the vocabulary of the model's logits, from what `_states` returns first. -> [*]."""
+        if not self.head_alone:
+            return states.float().mean(-1)
+        head: Any = self.model.get_output_embeddings()
+        if reads_in_blocks(head, states):  # the mean of a linear function is that of the mean of its rows
+            mean: Tensor = states.float() @ head.weight.float().mean(0)
+            return mean if head.bias is None else mean + head.bias.float().mean()
+        rows = states.flatten(0, -2)
+        (found,) = in_chunks(lambda part: (head(part).float().mean(-1),), len(head.weight), rows)
+        return found.view(states.shape[:-1])
 
     def _inputs(self, sequences: Sequences) -> dict[str, Any]:
         return inputs_of(sequences, self.needs_mask)
@@ -396,10 +432,55 @@ class CausalPolicy(Policy):
             parts = SharedPrompts.of_rows(sequences)
             states = [each[parts.chosen] for each in parts.run(self._run, self._cost(sequences))]
             return states[0], states[-1], previous
-        from_trunk = nullcontext() if sequences.trunk is None else self.trunk.given(sequences.trunk)
-        with from_trunk:
-            states = [each[:, :-1][chosen] for each in self._run(self._inputs(sequences))]
+        states = [each[:, :-1][chosen] for each in self._run_apart(sequences)]
         return states[0], states[-1], previous
+
+    def _states_and_means(self, sequences: Sequences, means: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        chosen = sequences.response_mask[:, 1:]
+        previous = sequences.input_ids[:, :-1][chosen]
+        if self._joins(sequences) or self._shares(sequences):
+            run = self._joined_states_and_means if self._joins(sequences) else self._shared_states_and_means
+            states = run(sequences, means)
+            return states[0], states[-1], previous
+        outputs = self._run_apart(sequences)
+        means.append(self._mean_logits(outputs[0]).masked_fill(~sequences.attention_mask, 0.0))
+        states = [each[:, :-1][chosen] for each in outputs]
+        return states[0], states[-1], previous
+
+    def _joined_states_and_means(self, sequences: Sequences, means: list[Tensor]) -> list[Tensor]:
+        """Return the outputs of `_run` in which response tokens were chosen, and add the means of all to ``means``."""
+        wider, real = sequences.map(lambda x: F.pad(x, (0, 1))), sequences.attention_mask
+        joined = JoinedRows.of_rows(wider, shared=self._shares(sequences), chosen=F.pad(real, (1, 0)))  # after each one
+        outputs = [each[0, joined.read] for each in self._run(joined.inputs())]
+        averaged = self._mean_logits(outputs[0])
+        means.append(torch.zeros(real.shape, dtype=averaged.dtype, device=real.device).masked_scatter(real, averaged))
+        responses = wider.response_mask[:, 1:][real]
+        return [each[responses] for each in outputs]
+
+    def _shared_states_and_means(self, sequences: Sequences, means: list[Tensor]) -> list[Tensor]:
+        """Return the outputs of `_run` in which response tokens were chosen, and add the means of all to ``means``."""
+        wider, ends = with_ends(sequences)
+        parts, of_prompts = SharedPrompts.of_rows(wider, wider.response_mask | ends), list[Tensor]()
+
+        def run(inputs: Mapping[str, Any]) -> tuple[Tensor, ...]:
+            outputs = self._run(inputs)
+            averaged = self._mean_logits(outputs[0])
+            of_prompts.append(averaged)  # the first ones; the others are returned for each row
+            return (*outputs, averaged.unsqueeze(-1))
+
+        *outputs, averaged = parts.run(run, self._cost(sequences))
+        values = torch.cat([of_prompts[0][parts.of], averaged[:, 1:, 0]], 1)
+        real = torch.cat([parts.real[parts.of], parts.mask], 1)
+        placed = torch.zeros(real.size(0), sequences.input_ids.size(1), dtype=values.dtype, device=values.device)
+        means.append(placed.masked_scatter(sequences.attention_mask, values[real]))
+        counts = parts.chosen.cumsum(1)
+        responses = parts.chosen & (counts < counts[:, -1:])  # all but the ends
+        return [each[responses] for each in outputs]
+
+    def _run_apart(self, sequences: Sequences) -> tuple[Tensor, ...]:
+        """Return the outputs of `_run` [B, T, *] for whole rows."""
+        with nullcontext() if sequences.trunk is None else self.trunk.given(sequences.trunk):
+            return self._run(self._inputs(sequences))
 
     def _buckets(self, sequences: Sequences) -> list[Tensor]:
         """Return the rows of each forward pass: all if they are joined, or share prompts, which has its own buckets."""

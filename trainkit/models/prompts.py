@@ -151,6 +151,16 @@ class SharedPrompts:
         return torch.arange(len(self.of), device=self.of.device)
 
 
+def with_ends(sequences: Sequences) -> tuple[Sequences, Tensor]:
+    """Return rows with a column more, and the place after the last token of each. -> rows [B, T + 1], bool [B, T + 1].
+
+    `SharedPrompts.of_rows` reads the states of last tokens as if a token were chosen there.
+    """
+    wider = sequences.map(lambda x: F.pad(x, (0, 1)))
+    ends = begins(sequences).squeeze(1) + sequences.lengths
+    return wider, F.one_hot(ends, wider.input_ids.size(1)).bool()
+
+
 def selected(cache: DynamicCache, rows: Tensor) -> DynamicCache:
     """Return a cache with the keys and values of the ``rows`` [b] of another, through which gradients flow."""
     chosen = DynamicCache()

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
@@ -26,10 +25,10 @@ from trainkit.data.pipeline import beginning
 from trainkit.errors import ConfigError, DataError, describe
 from trainkit.functional import at_last
 from trainkit.models.adapters import HEADS, MARK, adapter_base, has_adapter
-from trainkit.models.joined import JoinedRows, begins
+from trainkit.models.joined import JoinedRows
 from trainkit.models.loading import context_length, is_classifier, load_model, load_model_config, pad_id
 from trainkit.models.policy import hidden_states, inputs_of, load_heads, needs_mask
-from trainkit.models.prompts import SharedPrompts, why_not_joined, why_not_shared
+from trainkit.models.prompts import SharedPrompts, why_not_joined, why_not_shared, with_ends
 from trainkit.models.rope import fix_rope
 from trainkit.models.trunk import Trunk, tiny_input
 from trainkit.models.unloaded import decided
@@ -120,13 +119,11 @@ class Scorer(nn.Module):
                 return self._separate(sequences)
             states = torch.cat([self._separate(sequences.select(rows)) for rows in buckets])
             return states[torch.cat(buckets).argsort()]
-        wider = sequences.map(lambda x: F.pad(x, (0, 1)))  # as if a token were chosen after the last one of each row
-        ends = begins(sequences).squeeze(1) + sequences.lengths
-        chosen = F.one_hot(ends, wider.input_ids.size(1)).bool()
+        wider, ends = with_ends(sequences)
         if joins:
-            rows = JoinedRows.of_rows(wider, shared=shared, chosen=chosen)
+            rows = JoinedRows.of_rows(wider, shared=shared, chosen=ends)
             return hidden_states(self.model, rows.inputs())[0, rows.read]
-        parts = SharedPrompts.of_rows(wider, chosen)
+        parts = SharedPrompts.of_rows(wider, ends)
         (states,) = parts.run(lambda inputs: (hidden_states(self.model, inputs),), cost)
         return states[parts.chosen]
 

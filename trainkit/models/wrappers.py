@@ -495,15 +495,15 @@ def unwrap_model_for_generation(model: Any, accelerator: Accelerator, is_peft_mo
 
 
 def _peft_config(config: PeftConfig | Mapping[str, Any] | None) -> PeftConfig | None:
-    from peft import PeftConfig
-
+    if config is None:
+        return None
     if isinstance(config, Mapping):
         return make_peft_config(config)
-    if config is not None:
-        if not isinstance(config, PeftConfig):
-            raise ConfigError(f"peft_config should be a peft.PeftConfig or its fields; given {describe(config)}")
-        checked(config)
-    return config
+    from peft import PeftConfig
+
+    if not isinstance(config, PeftConfig):
+        raise ConfigError(f"peft_config should be a peft.PeftConfig or its fields; given {describe(config)}")
+    return checked(config)
 
 
 def _live(model: Any, unused: list[str]) -> Any:

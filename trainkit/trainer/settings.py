@@ -79,7 +79,9 @@ def check_environment(config: Config, environment: object, inputs: tuple[str, ..
     """
     if environment is not None:
         if not inputs:
-            raise ConfigError(f"{config.method.name!r} does not learn from environments; give a reward function instead")
+            raise ConfigError(
+                f"{config.method.name!r} does not learn from environments; give a reward function instead"
+            )
         if not {"reward_fn", "environment"} & {*inputs}:
             raise ConfigError(
                 f"{config.method.name!r} learns from {' and '.join(inputs)}, not from the rewards of an environment"

@@ -29,6 +29,8 @@ from trainkit.data.pipeline import (
     IDS,
     EncodedSide,
     EqualSidesError,
+    Shape,
+    check_sides,
     encode_pair_within,
     encode_within,
     id_count,
@@ -63,6 +65,7 @@ class Text:
         model_config: that of the trained model.
         virtual: tokens before every row that an adapter adds.
         ends: token ids at which responses end, besides the tokenizer's EOS; outputs of samples end there, too.
+        scored: whether the model scores text and generates none.
         inputs: what the algorithm learns from.
         columns: columns of samples that it reads besides those of their format.
         began: when the run began, for templates that write a date.
@@ -80,6 +83,7 @@ class Text:
         model_config: PreTrainedConfig,
         virtual: int,
         ends: list[int],
+        scored: bool,
         inputs: tuple[str, ...],
         columns: tuple[str, ...],
         began: datetime,
@@ -87,7 +91,7 @@ class Text:
         self.config, self.parallel, self.inputs, self.columns = config, parallel, inputs, columns
         self.tokenizer = tokenizer
         STARTS[self.tokenizer] = began
-        self.model_config, self.ends = model_config, ends
+        self.model_config, self.ends, self.scored = model_config, ends, scored
         self.is_encoder_decoder = bool(model_config.is_encoder_decoder)
         """Whether the model reads prompt and response separately, each with its own length limit."""
         self.limit = self._length_limit(virtual)
@@ -97,6 +101,8 @@ class Text:
         self.encode = PromptEncoder(
             self.tokenizer, budget, config.rollout.overlong_prompts, ends=self.is_encoder_decoder
         )
+        self.shape: Shape | None = None
+        """What makes samples and pairs of their whole token ids; None: they are truncated to ``limit``."""
         self._warned: set[str] = set()  # columns and parts of conversations that a warning has named
 
     def _length_limit(self, virtual: int) -> int | None:
@@ -257,8 +263,12 @@ class Text:
     @property
     def _lost(self) -> str:
         """What truncated samples lose, in words."""
-        return lost_by_truncation(
-            self.tokenizer, pairs="pairs" in self.inputs, is_encoder_decoder=self.is_encoder_decoder
+        return (
+            self.shape.lost
+            if self.shape
+            else lost_by_truncation(
+                self.tokenizer, pairs="pairs" in self.inputs, is_encoder_decoder=self.is_encoder_decoder
+            )
         )
 
     def _read_pairs(self, samples: Iterable[Any], first: int, check: Callable[..., None]) -> tuple[list[Row], int]:
@@ -310,9 +320,33 @@ class Text:
             )
 
     def _encode_pair(self, row: Row, what: str = "the sample") -> tuple[EncodedSide, EncodedSide, bool]:
-        return encode_pair_within(
-            self.tokenizer, row, self.limit, what, is_encoder_decoder=self.is_encoder_decoder, ends=self.ends
+        limit = None if self.shape else self.limit
+        chosen, rejected, cut = encode_pair_within(
+            self.tokenizer,
+            row,
+            limit,
+            what,
+            is_encoder_decoder=self.is_encoder_decoder,
+            ends=self.ends,
+            scored=self.scored,
         )
+        if self.shape:
+            (chosen, rejected), cut = self._shaped(what, chosen, rejected)
+            check_sides(chosen, rejected, what, self.limit if cut else None)
+        return chosen, rejected, cut
+
+    def _shaped(self, what: str, *sides: EncodedSide) -> tuple[tuple[EncodedSide, ...], bool]:
+        """Return what `shape` makes of a sample, or of the sides of a pair, and whether one is shorter now.
+
+        Raises:
+            DataError: one is longer than the model can read.
+        """
+        assert self.shape is not None, "it is called if there is one"
+        shaped = self.shape(*sides)
+        for _, chosen in shaped:
+            if not self.fits(len(chosen) - sum(chosen), sum(chosen)):
+                raise DataError(f"{what} has {len(chosen)} tokens, and {self.what_fits}; shorten it")
+        return shaped, any(len(new[0]) < len(old[0]) for new, old in zip(shaped, sides, strict=True))
 
     def encode_samples(self, rows: list[Row]) -> Sequences:
         """Encode sample rows as sequences on the device; outputs and their EOS are marked as responses."""
@@ -324,9 +358,13 @@ class Text:
 
     def _encode_sample(self, row: Row, what: str = "the sample") -> tuple[list[int], list[bool], bool]:
         """Return the ids, which of them are outputs, and whether the sample was truncated."""
-        return encode_within(
-            self.tokenizer, row, self.limit, what, is_encoder_decoder=self.is_encoder_decoder, ends=self.ends
+        limit = None if self.shape else self.limit
+        ids, chosen, cut = encode_within(
+            self.tokenizer, row, limit, what, is_encoder_decoder=self.is_encoder_decoder, ends=self.ends
         )
+        if self.shape:
+            ((ids, chosen),), cut = self._shaped(what, (ids, chosen))
+        return ids, chosen, cut
 
     def encode_preferences(self, rows: list[Row]) -> Preferences:
         """Encode rows of pairs as sequences on the device; prompt and output are tokenised as one text."""
@@ -387,5 +425,6 @@ def make_text(
         model_config=model_config,
         virtual=count_virtual(config.model, model),
         ends=coming_eos(config.model, model, model_config) if generates else [],
+        scored=not generates,
         **kwargs,
     )

@@ -191,7 +191,7 @@ def test_a_file_that_two_versions_of_trl_could_have_is_said_to_be_of_the_newer(t
         (
             "trl08_script.py",
             ["6: TrainingArguments.optim has no counterpart: given 'paged_adamw_32bit'",
-             "8: DPOTrainer.ref_adapter_name has no counterpart"],
+             "8: DPOTrainer.loss_type has no counterpart: given 'bco_pair'"],
         ),
     ],
 )  # fmt: skip

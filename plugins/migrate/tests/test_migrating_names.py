@@ -96,12 +96,36 @@ def test_no_name_is_listed_twice() -> None:
         ("trainkit_trl.trainer.utils", "DPODataCollatorWithPadding", "remove data_collator"),
         ("trainkit_trlx.models.modeling_ppo", "GPTModelBranch", "its place has trainkit.models.Reference"),
         ("trainkit_trlx.utils.modeling", "get_delta_model_class", "write model.peft_config"),
+        ("trainkit_trl", "GRPOTrainer", "it is of TRL 1.0 to .*: its place has trainkit_grpo.GRPOTrainer"),
+        ("trainkit_trl.core", "PPOConfig", "it is at trainkit_trl.PPOConfig"),
+        ("trainkit_trl", "PPOTraner", "did you mean 'PPOTrainer'\\? The tables of names on the page Coming from TRL"),
+        ("trainkit_trl.trainer.kto_trainer", "_tokenize", "the tables of names on the page Coming from TRL"),
     ],
 )
-def test_importing_a_name_that_is_refused_says_what_to_do(module: str, name: str, said: str) -> None:
+def test_importing_a_name_that_an_adapter_lacks_says_what_to_do(module: str, name: str, said: str) -> None:
     with pytest.raises(ImportError, match=f"{module} has no '{name}': .*{said}"):
-        getattr(importlib.import_module(module), name)
-    assert not hasattr(importlib.import_module(module), "absent")
+        exec(f"from {module} import {name}", {})
+    found = importlib.import_module(module)
+    with pytest.raises(AttributeError, match=f"{module} has no '{name}': .*{said}"):
+        getattr(found, name)
+    assert getattr(found, name, None) is None
+
+
+MODULES = sorted({path.rpartition(".")[0] for path, _ in names("mapped") if path.startswith("trl.")})
+
+
+def test_every_module_of_trl_says_what_to_use_instead_of_what_it_lacks() -> None:
+    bare = []
+    for path in MODULES:
+        try:
+            module = importlib.import_module(path.replace("trl", "trainkit_trl", 1))
+        except ModuleNotFoundError:  # a class
+            continue
+        try:
+            module.nothing_of_that_name  # noqa: B018
+        except AttributeError as error:
+            bare += [path] if "Coming from TRL" not in str(error) else []
+    assert bare == []
 
 
 # ---------------------------------------------------------------------------------------------------- signatures

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dis
+import inspect
 import sys
 import tomllib
 from collections.abc import Callable, Mapping
@@ -14,11 +16,13 @@ from types import ModuleType
 from typing import Any, Literal
 
 import trainkit_migrate.training_arguments as training_arguments
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, suggest
 
 FRAMEWORKS = ("trlx", "trl", "trl_cli", "trl1", "async_rlhf", "ddpo_pytorch", "accelerate", "deepspeed", "axolotl")
 """The frameworks that have a table."""
 Kind = Literal["mapped", "equivalent", "without effect", "refused"]
+IMPORT_FROM = dis.opmap["IMPORT_FROM"]
+"""The instruction of ``from module import name``."""
 OTHERS: tuple[Kind, ...] = ("equivalent", "without effect", "refused")
 """What becomes of names that an adapter does not have."""
 
@@ -172,6 +176,28 @@ def advice(name: str, module: str) -> list[str]:
     return list(dict.fromkeys(filter(None, (instead(name, path) for path in paths))))
 
 
+def absent(name: str, place: str) -> str:
+    """Return what to do about a public name of a framework that an adapter lacks at a place.
+
+    Args:
+        name: the framework.
+        place: the dotted path of the name there, which the framework need not have.
+    """
+    about, last = framework(name), place.rpartition(".")[2]
+    alike = sorted((path for path in about.names if path.rpartition(".")[2] == last), key=len)
+    if said := next(filter(None, (instead(name, path) for path in (place, *alike))), ""):
+        return said
+    for other in FRAMEWORKS:  # the same framework in other versions
+        if other != name and framework(other).package == about.package and (said := instead(other, place)):
+            return f"it is of {framework(other).title} {framework(other).version}: {said}"
+    if alike:
+        return f"it is at {about.names[alike[0]].text}"
+    parent = place.rpartition(".")[0]
+    near = suggest(last, [path.rpartition(".")[2] for path in about.names if path.rpartition(".")[0] == parent])
+    has = f"the tables of names on the page Coming from {about.title} have what there is"
+    return f"{near.removeprefix('; ')} {has[0].upper()}{has[1:]}" if near else has
+
+
 def refusing(module: str) -> Callable[[str], Any]:
     """Return a ``__getattr__`` for a module of an adapter, which says what to use instead of names that it lacks.
 
@@ -182,9 +208,14 @@ def refusing(module: str) -> Callable[[str], Any]:
     place = module.replace(framework(about).adapter, framework(about).package, 1)
 
     def look_up(name: str) -> Any:
-        if said := instead(about, f"{place}.{name}"):
-            raise ImportError(f"{module} has no {name!r}: {said}")
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        if name.startswith("__"):  # such as __path__, for which Python looks by itself
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        caller = inspect.currentframe()
+        caller = caller and caller.f_back
+        # an AttributeError would become an ImportError without its message
+        imported = caller is not None and caller.f_code.co_code[caller.f_lasti] == IMPORT_FROM
+        error = ImportError if imported else AttributeError
+        raise error(f"{module} has no {name!r}: {absent(about, f'{place}.{name}')}")
 
     return look_up
 
@@ -213,9 +244,7 @@ class _Absent(MetaPathFinder):
         place = fullname.replace(self.package, framework(about).package, 1)
         if fullname.rpartition(".")[2].startswith("_"):  # such as __main__, for which Python looks by itself
             return
-        said = advice(about, place) or [
-            f"the tables of names on the page Coming from {framework(about).title} have what there is"
-        ]
+        said = advice(about, place) or [absent(about, place)]
         raise ModuleNotFoundError(f"No module named {fullname!r}: {'; '.join(said)}", name=fullname)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing import event_accumulator
 
 from tables import table
 from trainkit.errors import ConfigError, DataError, RewardError
@@ -114,7 +115,11 @@ def test_a_script_in_the_manner_of_trls_example_learns(tmp_path: Path, monkeypat
     saved = sorted(path.name for path in Path("save/checkpoints").iterdir())
     assert saved == ["step_00000018", "step_00000020"], "of every epoch but the first, the last two"
     assert len({*trainer.stat_tracker.rewards}) == 2
-    assert [*Path("save/tensorboard").iterdir()]
+    events = event_accumulator.EventAccumulator(str(next(Path("save/tensorboard").rglob("events.out*")).parent))
+    events.Reload()
+    scalars = {*events.Tags()["scalars"]}
+    assert {"reward_mean", "reward_std", "approx_kl", "clipfrac", "loss", "epoch", "reward/mean"} <= scalars
+    assert events.Scalars("reward_mean")[-1].value == events.Scalars("reward/mean")[-1].value
     trainer.save_pretrained("tuned")
     again = PixelPipeline.from_pretrained("tuned")
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), pipeline.parameters(), strict=True))
@@ -540,3 +545,7 @@ def test_attributes_that_are_not_there_say_what_to_use(tmp_path: Path) -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'get_trainable_layers': its place has model.peft_config"):
         DDPOStableDiffusionPipeline().get_trainable_layers()
     assert not hasattr(trainer, "unknown")
+
+
+def test_no_mixed_precision_may_be_none(tmp_path: Path) -> None:
+    assert made(tmp_path, mixed_precision=None).trainer.config.train.mixed_precision == "no"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import (
     GPT2Config,
     HfArgumentParser,
     T5Config,
+    TrainerCallback,
     TrainingArguments,
 )
 
@@ -39,6 +41,7 @@ from trainkit_trl import (
     ORPOTrainer,
     RewardConfig,
     RewardTrainer,
+    RichProgressCallback,
     SFTTrainer,
     TrlParser,
     get_peft_config,
@@ -254,6 +257,23 @@ def test_a_reward_model_with_several_labels_has_the_loss_of_trl(
     assert trainer.predict(rows).metrics["test_accuracy"] == 1.0
     name = "adapter_model.safetensors" if adapter else "model.safetensors"
     assert (tmp_path / "out/checkpoint-4" / name).exists()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_side_of_a_single_token_is_trained_on(shared: bool, tmp_path: Path) -> None:
+    model, tokenizer = made(AutoModelForSequenceClassification, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+    sides = [([1], [1, 4]), ([2, 3], [5]), ([6], [7]), ([1, 2, 3], [1, 2, 4])]
+    rows = [{"input_ids_chosen": good, "input_ids_rejected": bad} for good, bad in sides]
+    with torch.no_grad():
+        margins = torch.cat([model(torch.tensor([a])).logits - model(torch.tensor([b])).logits for a, b in sides])
+    expected = -torch.nn.functional.logsigmoid(margins).mean()
+    args = arguments(tmp_path, RewardConfig, gradient_checkpointing=False)
+    trainer = RewardTrainer(model, args, tokenizer=tokenizer, train_dataset=rows)
+    trainer.trainer.unwrapped.shares_prompts = shared
+    batch = trainer.trainer.make_experience(trainer.trainer.pipeline.rows)
+    assert trainer.trainer.loss(batch)[0].item() == pytest.approx(expected.item(), abs=1e-6)
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(expected.item(), abs=1e-6)
 
 
 class Endless(torch.utils.data.IterableDataset[Any]):
@@ -652,3 +672,48 @@ def test_arguments_of_the_command_come_before_those_of_the_file(tmp_path: Path) 
             TrlParser(DpoScriptArguments).parse_args_and_config(["--config", str(file)])
     with pytest.raises(ValueError, match="choose one"):
         ModelConfig(load_in_8bit=True, load_in_4bit=True)
+
+
+@table("packing, eval_packing, long", [(False, True, 3), (True, False, 1), (True, None, 3), (False, None, 1)])
+def test_held_out_texts_are_packed_as_they_are_asked_to_be(
+    packing: bool, eval_packing: bool | None, long: int, tmp_path: Path
+) -> None:
+    """A text of 20 tokens and EOS, of which 8 fit, becomes rows of 8, 8 and 7 with an overlap of 1, or is truncated."""
+    model, tokenizer = made()
+    given: list[Any] = []
+
+    def text_of(row: Any) -> Any:
+        given.append(row["text"])
+        return row["text"]
+
+    data = Dataset.from_dict({"text": ["ab"]}), Dataset.from_dict({"text": ["abcdefgh" * 2 + "abcd"]})
+    trainer = SFTTrainer(
+        model, arguments(tmp_path), train_dataset=data[0], eval_dataset=data[1], tokenizer=tokenizer,
+        formatting_func=text_of, packing=packing, eval_packing=eval_packing, max_seq_length=8,
+    )  # fmt: skip
+    assert [type(each) for each in given] == [str if each else list for each in (packing, long == 3)]
+    rows = trainer.trainer.make_experience(trainer.trainer.eval_samples)
+    assert rows.attention_mask.sum(1).tolist() == ([8, 8, 7] if long == 3 else [8])
+    assert int(rows.response_mask.sum()) == (20 if long == 3 else 7)  # every token after the first
+    assert trainer.evaluate()["eval_loss"] > 0
+    again = trainer.evaluate(data[1])["eval_loss"]
+    assert again == trainer.evaluate()["eval_loss"]
+
+
+def test_attributes_that_are_not_there_say_what_there_is(tmp_path: Path) -> None:
+    model, tokenizer = made()
+    trainer: Any = DPOTrainer(model, args=arguments(tmp_path), train_dataset=PAIRS, tokenizer=tokenizer)
+    for name, said in (
+        ("acelerator", "did you mean 'accelerator'?"),
+        ("tokenize_row", "trainkit makes the batches"),
+        ("hooks", "trainer.trainer.hooks is it"),
+        ("quite_something", "it has compute_loss, concatenated_forward, "),
+    ):
+        assert not hasattr(trainer, name)
+        with pytest.raises(AttributeError, match=rf"'DPOTrainer' object has no attribute '{name}': {re.escape(said)}"):
+            getattr(trainer, name)
+
+
+def test_the_display_of_progress_is_a_callback_of_transformers(caplog: pytest.LogCaptureFixture) -> None:
+    assert isinstance(RichProgressCallback(), TrainerCallback)
+    assert "RichProgressCallback has no effect" in caplog.text

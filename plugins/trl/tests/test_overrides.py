@@ -281,6 +281,11 @@ def test_several_sets_of_held_out_samples_are_measured_by_their_names(tmp_path: 
         alone = trainer.evaluate(dataset, metric_key_prefix="own")
         assert alone["own_loss"] == pytest.approx(found[f"eval_{name}_loss"])
         assert f"eval_{name}_rewards/accuracies" in found
+    lines = trainer.state.log_history
+    end = next(at for at, line in enumerate(lines) if "train_loss" in line)
+    kept = [{name for name in line if name.endswith("loss")} for line in lines[:end]]
+    assert kept[-3:] == [{"loss"}, {"eval_one_loss"}, {"eval_two_loss"}], "each is an entry of its own"
+    assert [line["epoch"] for line in lines[:end] if "loss" in line] == [0.5, 1.0]  # 4 of 8 pairs each
     assert trainer.evaluate(sets)["eval_one_loss"] == pytest.approx(found["eval_one_loss"])
 
 

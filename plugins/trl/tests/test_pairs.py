@@ -12,15 +12,23 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, GPT2Config, HfArgumentParser, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    GPT2Config,
+    HfArgumentParser,
+    T5Config,
+    TrainingArguments,
+)
 
 from tables import table
 from trainkit.errors import ConfigError
-from trainkit.testing import character_tokenizer
+from trainkit.testing import character_tokenizer, tiny_t5
 from trainkit_migrate import framework
 from trainkit_trl import (
     CPOConfig,
     CPOTrainer,
+    DPOTrainer,
     KTOConfig,
     KTOTrainer,
     ORPOConfig,
@@ -136,6 +144,34 @@ def test_the_loss_of_a_batch_has_the_metrics_of_trl(trainer_class: Any, tmp_path
     assert held_out["eval_loss"] == pytest.approx(loss.item(), rel=1e-5)
 
 
+@table("trainer_class, t5", [(DPOTrainer, False), (ORPOTrainer, False), (CPOTrainer, False), (DPOTrainer, True)])
+def test_the_means_of_logits_are_logged_as_in_trl(trainer_class: Any, t5: bool, tmp_path: Path) -> None:
+    """They are means over all tokens and the vocabulary; those of padding, which TRL has, do not count."""
+    model, tokenizer = made()
+    if t5:
+        fields = {name: value for name, value in tiny_t5(len(tokenizer)).items() if name != "model_type"}
+        model = AutoModelForSeq2SeqLM.from_config(T5Config(**fields))
+    kind = TRAINERS.get(trainer_class, TrainingArguments)
+    args = arguments(kind, tmp_path, "--max_steps", "1", "--logging_steps", "1", "--per_device_train_batch_size", "8")
+    trainer = trainer_class(model, args=args, train_dataset=PAIRS, eval_dataset=PAIRS, tokenizer=tokenizer)
+    expected = {}
+    for side in ("chosen", "rejected"):
+        texts = [(tokenizer.encode(row["prompt"]), [*tokenizer.encode(row[side]), tokenizer.eos_token_id])
+                 for row in PAIRS]  # fmt: skip
+        logits = []
+        for prompt, output in texts:
+            ids = torch.tensor([prompt if t5 else prompt + output])
+            labels = {"labels": torch.tensor([output])} if t5 else {}
+            with torch.no_grad():
+                logits.append(trainer.model(input_ids=ids, **labels).logits.flatten(0, 1))
+        expected[f"eval_logits/{side}"] = torch.cat(logits).mean().item()
+    found = trainer.evaluate()
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    trainer.train()
+    logged = next(each for each in trainer.state.log_history if "logits/chosen" in each)
+    assert logged["logits/rejected"] == pytest.approx(expected["eval_logits/rejected"], rel=1e-4, abs=1e-6)
+
+
 def test_kto_learns_from_labels(tmp_path: Path) -> None:
     model, tokenizer = made()
     args = arguments(KTOConfig, tmp_path, "--desirable_weight", "1.5", "--beta", "0.5")
@@ -149,6 +185,25 @@ def test_kto_learns_from_labels(tmp_path: Path) -> None:
     assert trainer.evaluate()["eval_rewards/accuracies"] == 1.0
     with pytest.raises(ValueError, match="args should be a KTOConfig"):
         KTOTrainer(model, args=TrainingArguments(str(tmp_path)), train_dataset=LABELLED, tokenizer=tokenizer)  # type: ignore[arg-type]
+
+
+def test_the_metrics_of_kto_have_the_names_and_the_margin_of_trl(tmp_path: Path) -> None:
+    model, tokenizer = made()
+    more = ["--max_steps", "1", "--logging_steps", "1", "--eval_strategy", "steps", "--eval_steps", "1"]
+    args = arguments(KTOConfig, tmp_path, *more)
+    trainer = KTOTrainer(
+        model, args=args, train_dataset=LABELLED, eval_dataset=LABELLED, tokenizer=tokenizer
+    )  # fmt: skip
+    trainer.train()
+    names = ("rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected", "kl")
+    for split in ("train", "eval"):
+        line = next(each for each in trainer.state.log_history if f"{split}/kl" in each)
+        assert {f"{split}/{name}" for name in names} <= line.keys()
+        margin = line[f"{split}/rewards/chosen"] - line[f"{split}/rewards/rejected"]
+        assert line[f"{split}/rewards/margins"] == pytest.approx(margin)
+    found = trainer.evaluate()
+    margin = found["eval_rewards/chosen"] - found["eval_rewards/rejected"]
+    assert found["eval_rewards/margins"] == pytest.approx(margin)
 
 
 def test_dropout_of_an_adapter_is_switched_off_as_in_trl(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -179,19 +234,11 @@ def test_evaluations_sample_responses_to_held_out_prompts(
     assert [row["prompt"] for row in rows] == [*dict.fromkeys(row["prompt"] for row in data)][:2]
 
 
-@table(
-    "trainer_class, given, said",
-    [
-        (CPOTrainer, {"loss_type": "kto_pair"}, "write sigmoid"),
-        (ORPOTrainer, {"truncation_mode": "keep_start"}, "shorten them in the dataset"),
-    ],
-)
-def test_settings_without_counterpart_are_refused(trainer_class: Any, given: Any, said: str, tmp_path: Path) -> None:
+def test_a_loss_that_trl_refuses_is_refused(tmp_path: Path) -> None:
     model, tokenizer = made()
-    data = LABELLED if trainer_class is KTOTrainer else PAIRS
-    args = TRAINERS[trainer_class](str(tmp_path), max_steps=1, report_to="none", **given)
-    with pytest.raises(ConfigError, match=said):
-        trainer_class(model, args=args, train_dataset=data, tokenizer=tokenizer)
+    args = CPOConfig(str(tmp_path), max_steps=1, report_to="none", loss_type="kto_pair")
+    with pytest.raises(ConfigError, match="write sigmoid"):
+        CPOTrainer(model, args=args, train_dataset=PAIRS, tokenizer=tokenizer)
 
 
 def test_every_argument_and_field_has_a_place() -> None:

@@ -68,9 +68,9 @@ def is_accelerate_greater_20_0() -> bool:
     return _is_newer("accelerate", "0.20.0")
 
 
-def is_transformers_greater_than(version: str) -> bool:
+def is_transformers_greater_than(current_version: str) -> bool:
     """Return whether transformers is newer than a version."""
-    return Version(transformers.__version__) > Version(version)
+    return Version(transformers.__version__) > Version(current_version)
 
 
 def is_torch_greater_2_0() -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from trainkit.errors import ConfigError
-from trainkit_migrate import instead
+from trainkit.errors import ConfigError, suggest
+from trainkit_migrate import framework, instead
 
 ADAPTER = __name__.partition(".")[0]
 
@@ -33,7 +33,9 @@ class Overridable:
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        raise lacking(type(self), name, self.not_called.get(name, ""))
+        own = vars(self).get("trainer")
+        there = own is not None and not name.startswith("_") and hasattr(own, name)
+        raise lacking(type(self), name, self.not_called.get(name) or (f"trainer.trainer.{name} is it" if there else ""))
 
     @classmethod
     def _refuse(cls, name: str) -> None:
@@ -54,8 +56,15 @@ def lacking(cls: type, name: str, said: str = "") -> AttributeError:
     """
     ours = (each for each in cls.__mro__ if each.__module__.partition(".")[0] == ADAPTER)
     paths = (f"{each.__module__}.{each.__qualname__}.{name}".replace(ADAPTER, "trl", 1) for each in ours)
-    told = said or next(filter(None, (instead("trl", path) for path in paths)), "")
-    return AttributeError(f"{cls.__name__!r} object has no attribute {name!r}{told and f': {told}'}")
+    told = said or next(filter(None, (instead("trl", path) for path in paths)), "") or _nearest(cls, name)
+    return AttributeError(f"{cls.__name__!r} object has no attribute {name!r}: {told}")
+
+
+def _nearest(cls: type, name: str) -> str:
+    """Return what there is in the place of an attribute that no table has."""
+    theirs = {path.rpartition(".")[2] for path in framework("trl").names if f".{cls.__name__}." in path}
+    has = sorted(each for each in dir(cls) if not each.startswith("_"))
+    return suggest(name, has).removeprefix("; ") or f"it has {', '.join(each for each in has if each in theirs)}"
 
 
 def _is_foreign(cls: type, name: str) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import StoppingCriteria
 
 from trainkit.errors import DataError, describe
+from trainkit_migrate import refusing
 
 
 class StringStoppingCriteria(StoppingCriteria):
@@ -263,3 +264,6 @@ class TextEnvironment:
                 ended = (row[:length] == self.tokenizer.eos_token_id).nonzero()
                 found.append(row[: int(ended[0]) + 1] if len(ended) else row[:length])
         return found
+
+
+__getattr__ = refusing(__name__)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from trainkit_migrate import refusing
 from trainkit_trl.core import set_seed
 from trainkit_trl.models import SUPPORTED_ARCHITECTURES
 
@@ -85,3 +86,6 @@ class BestOfNSampler:
             scores = torch.as_tensor(self.queries_to_scores(texts), dtype=torch.float64)
             best.append([texts[index] for index in scores.topk(self.n_candidates).indices])
         return best
+
+
+__getattr__ = refusing(__name__)

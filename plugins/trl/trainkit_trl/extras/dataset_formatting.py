@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from trainkit.data import plain_messages
+from trainkit_migrate import refusing
 
 INSTRUCTION = {"prompt", "completion"}
 MESSAGE = {"role", "content"}
@@ -61,3 +62,6 @@ def get_formatting_func_from_dataset(dataset: Any, tokenizer: Any) -> Callable[[
 def _keys(feature: Any) -> set[str]:
     inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
     return set(inner) if isinstance(inner, Mapping) else set()
+
+
+__getattr__ = refusing(__name__)

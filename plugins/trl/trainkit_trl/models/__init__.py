@@ -6,6 +6,8 @@ from trainkit.models import (
     PreTrainedModelWrapper,
     create_reference_model,
 )
+from trainkit_migrate import refusing
+from trainkit_trl.import_utils import is_diffusers_available
 from trainkit_trl.models.modeling_sd_base import (
     DDPOPipelineOutput,
     DDPOSchedulerOutput,
@@ -26,5 +28,8 @@ __all__ = [
     "DefaultDDPOStableDiffusionPipeline",
     "PreTrainedModelWrapper",
     "create_reference_model",
+    "is_diffusers_available",
     "setup_chat_format",
 ]
+
+__getattr__ = refusing(__name__)

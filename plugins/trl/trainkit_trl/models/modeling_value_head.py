@@ -8,6 +8,7 @@ from torch import Tensor
 
 from trainkit import models
 from trainkit.models import AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead
+from trainkit_migrate import refusing
 
 __all__ = ["AutoModelForCausalLMWithValueHead", "AutoModelForSeq2SeqLMWithValueHead", "ValueHead"]
 
@@ -29,3 +30,6 @@ class ValueHead(models.ValueHead):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return the values of hidden states."""
         return super().forward(hidden_states).unsqueeze(-1)
+
+
+__getattr__ = refusing(__name__)

@@ -1,6 +1,7 @@
 """Trainers and their configurations."""
 
 from trainkit_migrate import refusing
+from trainkit_trl.import_utils import is_diffusers_available
 from trainkit_trl.trainer.base import BaseTrainer
 from trainkit_trl.trainer.cpo_config import CPOConfig
 from trainkit_trl.trainer.cpo_trainer import CPOTrainer
@@ -11,7 +12,6 @@ from trainkit_trl.trainer.iterative_sft_trainer import IterativeSFTTrainer
 from trainkit_trl.trainer.kto_config import KTOConfig
 from trainkit_trl.trainer.kto_trainer import KTOTrainer
 from trainkit_trl.trainer.model_config import ModelConfig
-from trainkit_trl.trainer.offline import RichProgressCallback
 from trainkit_trl.trainer.orpo_config import ORPOConfig
 from trainkit_trl.trainer.orpo_trainer import ORPOTrainer
 from trainkit_trl.trainer.ppo_config import PPOConfig
@@ -24,6 +24,7 @@ from trainkit_trl.trainer.utils import (
     ConstantLengthDataset,
     DataCollatorForCompletionOnlyLM,
     FixedKLController,
+    RichProgressCallback,
     RunningMoments,
     compute_accuracy,
     disable_dropout_in_model,
@@ -55,6 +56,7 @@ __all__ = [
     "SFTTrainer",
     "compute_accuracy",
     "disable_dropout_in_model",
+    "is_diffusers_available",
 ]
 
 __getattr__ = refusing(__name__)

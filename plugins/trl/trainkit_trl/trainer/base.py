@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 from trainkit.errors import ConfigError, describe
+from trainkit_migrate import refusing
 from trainkit_trl.overriding import Overridable
 
 log = logging.getLogger(__name__)
@@ -94,3 +95,6 @@ def _owner(repo: str, token: str | None) -> str:
         return str(whoami(token=token)["name"])
     except Exception as error:  # by the network, or for want of a token
         raise ConfigError(f"the owner of {repo!r} is not known ({error}); write owner/{repo}") from error
+
+
+__getattr__ = refusing(__name__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from trainkit_migrate import refusing
 from trainkit_trl.trainer.reward_config import OldArguments
 
 
@@ -31,3 +32,6 @@ class CPOConfig(OldArguments):
     is_encoder_decoder: bool | None = None
     model_init_kwargs: dict[str, Any] | None = None
     dataset_num_proc: int | None = None
+
+
+__getattr__ = refusing(__name__)

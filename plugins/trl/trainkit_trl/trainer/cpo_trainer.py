@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from trainkit_migrate import refusing
 from trainkit_trl.trainer.pairs import ReferenceFreeTrainer
 
 
@@ -36,3 +37,6 @@ class CPOTrainer(ReferenceFreeTrainer):
         """
         losses = self.trainer.losses(policy_chosen_logps - policy_rejected_logps)
         return losses, (self.beta * policy_chosen_logps).detach(), (self.beta * policy_rejected_logps).detach()
+
+
+__getattr__ = refusing(__name__)

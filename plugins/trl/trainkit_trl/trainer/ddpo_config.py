@@ -7,6 +7,7 @@ import sys
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from trainkit_migrate import refusing
 from trainkit_trl.arguments import checked
 from trainkit_trl.core import flatten_dict
 
@@ -32,7 +33,7 @@ class DDPOConfig:
     num_epochs: int = 100
     save_freq: int = 1
     num_checkpoint_limit: int = 5
-    mixed_precision: str = "fp16"
+    mixed_precision: str | None = "fp16"
     allow_tf32: bool = True
     resume_from: str | None = ""
     sample_num_steps: int = 50
@@ -64,3 +65,6 @@ class DDPOConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return the settings, those of nested dictionaries under their keys joined by ``/``."""
         return flatten_dict(asdict(self))
+
+
+__getattr__ = refusing(__name__)

@@ -19,7 +19,7 @@ from trainkit import get_trainer, hookimpl
 from trainkit.errors import ConfigError, RewardError, describe
 from trainkit.metrics import Mean, Metrics
 from trainkit.runs import free_directory
-from trainkit_migrate import translate
+from trainkit_migrate import refusing, translate
 from trainkit_trl.arguments import check_takes, refuse_unknown
 from trainkit_trl.core import set_seed
 from trainkit_trl.models.modeling_sd_base import DDPOStableDiffusionPipeline
@@ -31,6 +31,14 @@ LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "init_lora_weights": "gaus
 """The adapter of TRL, on the attention of the network."""
 Trainer: Any = get_trainer("ddpo")
 BY_LOSS = "override calculate_loss or loss, which every step calls"
+STATISTICS = {
+    "reward_mean": "reward/mean",
+    "reward_std": "reward/std",
+    "approx_kl": "policy/approx_kl",
+    "clipfrac": "policy/clipfrac",
+    "loss": "loss/total",
+}
+"""The names of TRL for metrics of trainkit."""
 
 
 class DDPOTrainer(BaseTrainer):
@@ -373,7 +381,7 @@ class Together:
 
 
 class _Shown:
-    """Calls the hook of a script."""
+    """Calls the hook of a script, and gives trackers the metrics by TRL's names, too."""
 
     def __init__(self, owner: DDPOTrainer) -> None:
         self.owner = owner
@@ -382,6 +390,15 @@ class _Shown:
     def on_experience(self, rollouts: list[Any]) -> None:
         """Show the images of a collection."""
         self.owner._show(rollouts)
+
+    @hookimpl
+    def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Log those that TRL has by its names, if it logs any; they have none of trainkit's names, so this ends."""
+        theirs = {name: metrics[ours] for name, ours in STATISTICS.items() if ours in metrics}
+        trainer = self.owner.trainer
+        if theirs and self.owner.config.log_with:
+            theirs["epoch"] = float(trainer.progress.collection)
+            trainer.hooks.hook.log_metrics(trainer=trainer, step=step, metrics=theirs)
 
 
 class _Nowhere:
@@ -473,3 +490,6 @@ def _translated(config: DDPOConfig, *, own_optimizer: bool) -> trainkit.TRLConfi
     if processes == 1 and not train.get("resume"):
         train["run_dir"] = free_directory(train["run_dir"])
     return trainkit.default_config("ddpo").evolve(**found.config)
+
+
+__getattr__ = refusing(__name__)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrained
 
 from trainkit import Sequences
 from trainkit.errors import ConfigError
+from trainkit_migrate import refusing
 from trainkit_trl.trainer.calling import NOT_CALLED, OF_PAIRS
 from trainkit_trl.trainer.offline import checking, count, longest
 from trainkit_trl.trainer.pairs import PairTrainer, averaged, measured, without_dropout
@@ -30,7 +31,7 @@ class DPOTrainer(PairTrainer):
         data_collator: refused.
         label_pad_token_id: without effect.
         padding_value: without effect.
-        truncation_mode: ``"keep_end"``.
+        truncation_mode: what prompts that are too long keep: ``"keep_end"`` or ``"keep_start"``; see `Truncation`.
         train_dataset: the rows.
         eval_dataset: held-out rows.
         tokenizer: the tokenizer; None: that of the model.
@@ -39,8 +40,8 @@ class DPOTrainer(PairTrainer):
         optimizers: refused.
         preprocess_logits_for_metrics: refused.
         max_length: the largest number of tokens of a side; None: 512, or less if tokenizer or model allow less.
-        max_prompt_length: without effect.
-        max_target_length: without effect.
+        max_prompt_length: the tokens that they keep; None: 128.
+        max_target_length: the most tokens of an output of an encoder-decoder; None: 128.
         peft_config: the adapter that is trained.
         is_encoder_decoder: without effect.
         disable_dropout: whether dropout is switched off.
@@ -50,8 +51,9 @@ class DPOTrainer(PairTrainer):
         dataset_num_proc: without effect.
         model_init_kwargs: arguments of `from_pretrained` for ``model``.
         ref_model_init_kwargs: arguments of `from_pretrained` for ``ref_model``.
-        model_adapter_name: refused.
-        ref_adapter_name: refused.
+        model_adapter_name: of a `peft.PeftModel` with several adapters, the one that is trained; None: the active one,
+            or with ``ref_adapter_name`` the one called ``"default"``.
+        ref_adapter_name: the adapter with which the model is the reference; None: the model without adapters.
         reference_free: whether there is no reference.
         force_use_ref_model: without effect.
 
@@ -217,3 +219,6 @@ class DPOTrainer(PairTrainer):
             for reference in (False, True)
         )
         return own.samples, others.samples
+
+
+__getattr__ = refusing(__name__)

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from trainkit.data import Sequences
 from trainkit.errors import ConfigError
+from trainkit_migrate import refusing
 from trainkit_trl.trainer.offline import checking, longest
 from trainkit_trl.trainer.sft_trainer import LikelihoodTrainer
 
@@ -126,3 +127,6 @@ class IterativeSFTTrainer(LikelihoodTrainer):
         sequences, trainer = Sequences.from_lists(read, written), self.trainer
         metrics: dict[str, float] = trainer.learn_collection(lambda: trainer.store.push(sequences), passes=1)
         return metrics
+
+
+__getattr__ = refusing(__name__)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerBase, TrainingArguments
 
+from trainkit_migrate import refusing
 from trainkit_trl.trainer.calling import NOT_CALLED, OF_PAIRS
 from trainkit_trl.trainer.kto_config import KTOConfig
 from trainkit_trl.trainer.offline import OfflineTrainer, checking, count, longest, selected
@@ -18,6 +19,9 @@ LOSS = (
     "store_metrics", "_compute_kl_logps",
 )  # fmt: skip
 """Methods of TRL's loss, whose batches have samples of other prompts, which trainkit keeps in experience of its own."""
+
+OWN = ("rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected", "kl")
+"""Metrics that TRL logs as ``train/...`` and ``eval/...``."""
 
 
 class KTOTrainer(OfflineTrainer):
@@ -37,8 +41,8 @@ class KTOTrainer(OfflineTrainer):
         preprocess_logits_for_metrics: refused.
         peft_config: the adapter that is trained.
         compute_metrics: refused.
-        model_adapter_name: refused.
-        ref_adapter_name: refused.
+        model_adapter_name: as in `DPOTrainer`.
+        ref_adapter_name: as there.
 
     Raises:
         ValueError: ``args`` is a `TrainingArguments`, without the settings of the loss.
@@ -53,6 +57,7 @@ class KTOTrainer(OfflineTrainer):
     }
     method: ClassVar[str] = "kto"
     section: ClassVar[str] = "KTOTrainer"
+    truncated: ClassVar[str] = "outside"
     names: ClassVar[Mapping[str, str]] = {
         "rewards/desirable": "rewards/chosen",
         "rewards/undesirable": "rewards/rejected",
@@ -100,6 +105,24 @@ class KTOTrainer(OfflineTrainer):
         self.trainer.models.build()
         return self.trainer.reference
 
+    def renamed(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return metrics by the names of `evaluate`; the margin is that of the mean rewards of both labels."""
+        found = {
+            name: value for name, value in super().renamed(metrics).items() if not name.endswith("rewards/margins")
+        }
+        for at in ("", "eval_"):
+            if {f"{at}rewards/chosen", f"{at}rewards/rejected"} <= found.keys():
+                found[f"{at}rewards/margins"] = found[f"{at}rewards/chosen"] - found[f"{at}rewards/rejected"]
+        return found
+
+    def logged(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return metrics by the names of ``state.log_history``: those of TRL are ``train/...`` and ``eval/...``."""
+        places = {f"{at}{name}": f"{split}/{name}" for at, split in (("", "train"), ("eval_", "eval")) for name in OWN}
+        return {places.get(name, name): value for name, value in super().logged(metrics).items()}
+
     def samples(self, dataset: Any) -> Any:
         """Return the labelled samples without other columns."""
         return selected(dataset, COLUMNS, needed=COLUMNS)
+
+
+__getattr__ = refusing(__name__)

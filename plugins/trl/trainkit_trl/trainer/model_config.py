@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from trainkit_migrate import refusing
 from trainkit_trl.core import flatten_dict
 
 
@@ -42,3 +43,6 @@ class ModelConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return the arguments."""
         return flatten_dict(asdict(self))
+
+
+__getattr__ = refusing(__name__)

@@ -39,8 +39,11 @@ from trainkit.models import has_adapter
 from trainkit.runs import default_trackers, free_directory
 from trainkit_migrate import framework, translate
 from trainkit_trl.overriding import ADAPTER
+from trainkit_trl.trainer.adapters import reference_of
 from trainkit_trl.trainer.calling import Calling
 from trainkit_trl.trainer.reward_config import OLD
+from trainkit_trl.trainer.truncation import truncation
+from trainkit_trl.trainer.utils import RichProgressCallback
 
 log = logging.getLogger(__name__)
 
@@ -72,12 +75,19 @@ class Log:
 
     @hookimpl
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Log metrics of the run, unless it is `OfflineTrainer.log` that passes its own on."""
+        """Log metrics of the run, unless it is `OfflineTrainer.log` that passes its own on.
+
+        As in transformers, those of training and of each held-out dataset are logged by themselves.
+        """
         self.state.global_step = step
         if self.given is None:
-            self.given = named(metrics, self.owner.names)
+            self.given = self.owner.logged(metrics)
+            parts = dict[str, dict[str, float]]()
+            for name, value in self.given.items():
+                parts.setdefault(self.owner.dataset_of(name), {})[name] = value
             try:
-                self.owner.log(dict(self.given))
+                for part in parts.values():
+                    self.owner.log(part)
             finally:
                 self.given = None
 
@@ -136,6 +146,8 @@ class OfflineTrainer(Calling):
 
     method: ClassVar[str]
     section: ClassVar[str]
+    truncated: ClassVar[str] = ""
+    """``"within"``: samples are truncated by `Truncation`; ``"outside"``: with that field; else as trainkit does."""
 
     def _begin(
         self,
@@ -170,6 +182,7 @@ class OfflineTrainer(Calling):
         self.tokenizer, self._log, self._own = tokenizer, Log(self), dict[str, Any]()
         if given.get("peft_config") is not None and has_adapter(model):
             model, given = self._adapted(model, given)
+        reference = self._compared(model, given, reference)
         optimizer, scheduler = given.get("optimizers") or (None, None)
         objects = {"optimizer": optimizer, "scheduler": scheduler, "reference": reference}
         live = {**self.makers(), **{name: value for name, value in objects.items() if value is not None}}
@@ -188,6 +201,14 @@ class OfflineTrainer(Calling):
             **live,
         )
         self.tokenizer = self.trainer.tokenizer
+        if self.truncated:
+            self.trainer.text.shape = truncation(
+                {**vars(self.args), **given},
+                self.tokenizer,
+                self.trainer.config.train.seq_length,
+                outside=self.truncated == "outside",
+                apart=self.trainer.text.is_encoder_decoder,
+            )
         if train is not None:
             self.trainer.add_samples(train)
         self._sets = dict[str, tuple[Any, Any]]()
@@ -214,11 +235,15 @@ class OfflineTrainer(Calling):
             return
         rows = next(iter(held_out.values())) if isinstance(held_out, Several) else held_out
         prompts: list[Any] = []  # texts or messages
+        bos = self.trainer.tokenizer.bos_token or ""
         for row in rows:
             if len(prompts) == self.args.per_device_eval_batch_size:
                 break
-            if row["prompt"] not in prompts:
-                prompts.append(row["prompt"])
+            prompt = row["prompt"]
+            if isinstance(prompt, str) and not prompt.startswith(bos):  # as in what is trained on
+                prompt = bos + prompt
+            if prompt not in prompts:
+                prompts.append(prompt)
         self.trainer.add_eval_pipeline(prompts)
 
     def _take_trackers(self, entries: list[Any]) -> list[Any]:
@@ -236,9 +261,40 @@ class OfflineTrainer(Calling):
         log.warning("peft_config has no effect: the model has an adapter already, which is trained")
         return model, {**given, "peft_config": None}
 
+    def _compared(self, model: Any, given: Mapping[str, Any], reference: Any) -> Any:
+        """Return the reference, if it is another model; that of a model with adapters depends on their names."""
+        if "ref_model" not in parameters(type(self)):
+            return reference
+        trained, compared = given.get("model_adapter_name"), given.get("ref_adapter_name")
+        if compared is not None and reference is not None:
+            log.warning("ref_adapter_name has no effect: ref_model is the reference")
+        if given.get("peft_config") is not None and trained == "default":  # the name of a new adapter
+            trained = None
+        needed = reference is None and not given.get("reference_free")
+        found = reference_of(model, trained, compared, needed=needed)
+        return found if reference is None else reference
+
+    def renamed(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return metrics of trainkit by the names of `evaluate`."""
+        return named(metrics, self.names)
+
+    def logged(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return metrics of trainkit by the names of ``state.log_history``."""
+        return self.renamed(metrics)
+
+    def dataset_of(self, name: str) -> str:
+        """Return which data a metric of ``state.log_history`` is of: ``"train"``, ``"eval"``, or several by name."""
+        if not name.startswith(("eval_", "eval/")):
+            return "train"
+        return max((each for each in self._sets if name.startswith(f"eval_{each}_")), key=len, default="eval")
+
     def samples(self, dataset: Any) -> Any:
         """Return the rows of a dataset as samples of trainkit."""
         raise NotImplementedError
+
+    def held_out(self, dataset: Any) -> Any:
+        """Return the rows of a dataset as held-out samples of trainkit."""
+        return self.samples(dataset)
 
     def read(self, train: Any, held_out: Any) -> tuple[Any, Any]:
         """Return both datasets of the constructor as samples of trainkit; None stays None."""
@@ -246,8 +302,8 @@ class OfflineTrainer(Calling):
         if train is None:
             log.warning("there is no train_dataset, so train() cannot be called; evaluate() can")
         return None if train is None else self.samples(train), (
-            Several({name: self.samples(each) for name, each in held_out.items()}) if several
-            else None if held_out is None else self.samples(held_out)
+            Several({name: self.held_out(each) for name, each in held_out.items()}) if several
+            else None if held_out is None else self.held_out(held_out)
         )  # fmt: skip
 
     @property
@@ -374,7 +430,7 @@ class OfflineTrainer(Calling):
         self.trainer.begin()
         measure = partial(get_trainer(self.method).evaluate, self.trainer)
         found = measure() if eval_dataset is None else self._on(eval_dataset, measure)
-        values = named(found, self.names).items()
+        values = self.renamed(found).items()
         return {f"{metric_key_prefix}{name.removeprefix('eval')}": value for name, value in values}
 
     def _on(self, eval_dataset: Any, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
@@ -382,7 +438,7 @@ class OfflineTrainer(Calling):
         evaluator = self.trainer.evaluator
         before, sets = (self.trainer.eval_samples, evaluator.held_out), self._sets
         try:
-            self.trainer.add_eval_samples(self.samples(eval_dataset))
+            self.trainer.add_eval_samples(self.held_out(eval_dataset))
             self._sets = {}
             return measure()
         finally:
@@ -408,7 +464,7 @@ class OfflineTrainer(Calling):
             found = {}
             for name, (rows, experience) in self._sets.items():
                 self.trainer.eval_samples, evaluator.held_out = rows, experience
-                for key, value in named(measure(), self.names).items():
+                for key, value in self.renamed(measure()).items():
                     found[f"eval/{name}_{key.removeprefix('eval_')}"] = value
                 self._sets[name] = rows, evaluator.held_out
             return found
@@ -429,7 +485,7 @@ class OfflineTrainer(Calling):
     def save_state(self) -> None:
         """Do nothing: checkpoints have the state."""
 
-    def push_to_hub(self, commit_message: str | None = None, blocking: bool = True, **kwargs: Any) -> Any:
+    def push_to_hub(self, commit_message: str | None = "End of training", blocking: bool = True, **kwargs: Any) -> Any:
         """Publish what `save_model` writes in ``args.hub_model_id``.
 
         Args:
@@ -445,10 +501,13 @@ class OfflineTrainer(Calling):
         if not self.is_world_process_zero():
             return
         step, given = self.trainer.progress.step, self._log.given
+        if (rows := getattr(self.trainer.pipeline, "rows", None)) and self.trainer.progress.trained:
+            self.state.epoch = round(self.trainer.progress.trained / len(rows), 2)
+            logs = {**logs, "epoch": self.state.epoch}
         self.state.log_history.append({**logs, "step": step})
         for each in self._trackers:
             each.tracker.log_metrics(self.trainer, step, of_trackers(logs))
-        if added := {name: value for name, value in logs.items() if name not in (given or {})}:
+        if added := {name: value for name, value in logs.items() if name not in {*(given or ()), "epoch"}}:
             self._log.given = given or {}
             self.trainer.hooks.hook.log_metrics(trainer=self.trainer, step=step, metrics=added)
             self._log.given = given
@@ -606,13 +665,6 @@ def longest(model: Any, tokenizer: Any, most: int) -> int:
     config = AutoConfig.from_pretrained(model) if isinstance(model, str) else model.config
     context = getattr(config, "max_position_embeddings", None) or most
     return int(min(most, context, getattr(tokenizer, "model_max_length", None) or most))
-
-
-class RichProgressCallback:
-    """Stands for TRL's display of progress: trainkit shows its own, and this has no effect."""
-
-    def __init__(self) -> None:
-        log.warning("RichProgressCallback has no effect: progress is shown and logged by train.trackers")
 
 
 def observing(callbacks: Iterable[Any]) -> list[Any]:

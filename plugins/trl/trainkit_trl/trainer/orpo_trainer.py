@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainkit_migrate import refusing
 from trainkit_trl.trainer.pairs import ReferenceFreeTrainer
 
 
@@ -40,3 +41,6 @@ class ORPOTrainer(ReferenceFreeTrainer):
         found, beta = F.logsigmoid(ratios), self.beta
         rewards = [(beta * logps).detach() for logps in (policy_chosen_logps, policy_rejected_logps)]
         return beta * found, *rewards, found.mean().item(), ratios.mean().item()
+
+
+__getattr__ = refusing(__name__)

@@ -12,9 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from trainkit import Preferences
+from trainkit import Preferences, Sequences
 from trainkit.errors import ConfigError
 from trainkit.functional import masked_sum, preference_accuracy, token_logprobs
+from trainkit.metrics import Mean, Metrics
+from trainkit.models import TokenOutputs
 from trainkit_trl.trainer.calling import NOT_CALLED, OF_PAIRS, named_sequences
 from trainkit_trl.trainer.offline import OfflineTrainer, checking, count, longest, selected
 from trainkit_trl.trainer.utils import pad_to_length
@@ -32,6 +34,7 @@ class PairTrainer(OfflineTrainer):
         "concatenated_inputs", "get_batch_logps", "_get_batch_logps", "store_metrics",
     )  # fmt: skip
     label_pad_token_id = -100
+    truncated: ClassVar[str] = "within"
 
     def inputs_of(self, batch: Preferences) -> dict[str, Tensor]:
         """Return ids, attention masks and labels [B, T] of both sides."""
@@ -44,6 +47,29 @@ class PairTrainer(OfflineTrainer):
             named = named_sequences(getattr(batch, side), ignored=self.label_pad_token_id)
             found |= {f"{side}_{name}": value for name, value in named.items()}
         return found
+
+    def changes(self) -> dict[str, Any]:
+        """Return the methods that take the place of trainkit's: the loss has the means of logits besides."""
+        return {"loss": lambda _, batch: self.own_loss(batch), **super().changes()}
+
+    def own_loss(self, batch: Any) -> tuple[Tensor, Metrics]:
+        """Return the loss of trainkit, with the means of the policy's logits over all tokens of each side."""
+        models, found = self.trainer.models, list[tuple[Tensor, Tensor]]()
+        policy, apart = models.policy, self.trainer.text.is_encoder_decoder
+
+        def reading(sequences: Sequences, **kwargs: Any) -> TokenOutputs:
+            outputs: TokenOutputs = policy(sequences, mean_logits=True, **kwargs)
+            mask = sequences.response_mask if apart else sequences.attention_mask
+            found.extend(zip(outputs.mean_logits.chunk(2), mask.chunk(2), strict=True))
+            return outputs
+
+        models.policy = reading
+        try:
+            loss, metrics = super().own_loss(batch)
+        finally:
+            models.policy = policy
+        means = {f"logits/{side}": Mean.of(*each) for side, each in zip(COLUMNS[1:], found, strict=True)}
+        return loss, {**metrics, **means}
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False) -> Any:
         """Return the loss of a batch of pairs [], with ``return_outputs`` also its metrics by TRL's names.

@@ -7,6 +7,7 @@ import sys
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from trainkit_migrate import refusing
 from trainkit_trl.arguments import checked
 from trainkit_trl.core import flatten_dict
 
@@ -93,3 +94,6 @@ class PPOConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return the settings, those of nested dictionaries under their keys joined by ``/``."""
         return flatten_dict(asdict(self))
+
+
+__getattr__ = refusing(__name__)

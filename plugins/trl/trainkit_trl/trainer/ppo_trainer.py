@@ -22,7 +22,7 @@ import trainkit
 from trainkit.errors import ConfigError, DataError, describe
 from trainkit.metrics import Std
 from trainkit.models import PreTrainedModelWrapper
-from trainkit_migrate import translate, translate_sampling
+from trainkit_migrate import refusing, translate, translate_sampling
 from trainkit_trl.arguments import check_takes, refuse_unknown
 from trainkit_trl.core import average_torch_dicts, convert_to_scalar, set_seed, stats_to_np
 from trainkit_trl.trainer.base import BaseTrainer
@@ -551,3 +551,6 @@ def _translated(config: PPOConfig, model: Any, shared: int | None, *, own_optimi
     if not isinstance(shared, int) or not 0 <= shared <= layers:
         raise ValueError(f"num_shared_layers should be from 0 to {layers}, the layers of the model; given {shared!r}")
     return settled.evolve(model={"num_layers_unfrozen": layers - shared})
+
+
+__getattr__ = refusing(__name__)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from transformers import TrainingArguments
 
+from trainkit_migrate import refusing
+
 
 @dataclass
 class OldArguments(TrainingArguments):
@@ -66,3 +68,6 @@ class RewardConfig(OldArguments):
 
     max_length: int | None = None
     gradient_checkpointing: bool | None = True
+
+
+__getattr__ = refusing(__name__)

@@ -17,6 +17,7 @@ from trainkit.data import Sequences, formatted
 from trainkit.functional import preference_accuracy
 from trainkit.metrics import Mean, Metrics
 from trainkit.models import Scorer, load_model
+from trainkit_migrate import refusing
 from trainkit_trl.trainer.offline import OfflineTrainer, checking, count, longest, selected
 from trainkit_trl.trainer.utils import RewardDataCollatorWithPadding, compute_accuracy
 
@@ -230,3 +231,6 @@ def _with_margin(row: Any) -> Any:
     """Return a row whose margin is a number, also if it was a list of one."""
     margin = row.get("margin")
     return {**row, "margin": margin[0]} if isinstance(margin, list) and len(margin) == 1 else row
+
+
+__getattr__ = refusing(__name__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -12,6 +13,7 @@ from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBas
 
 from trainkit.data import Completions, Sequences, encode_sample, formatted, is_stream, sample_rows
 from trainkit.errors import ConfigError, DataError
+from trainkit_migrate import refusing
 from trainkit_trl.extras.dataset_formatting import conversations_formatting_function, instructions_formatting_function
 from trainkit_trl.trainer.calling import named_sequences
 from trainkit_trl.trainer.offline import OfflineTrainer, checking, columns, count, longest, selected, tokenizer_of
@@ -72,7 +74,7 @@ class SFTTrainer(LikelihoodTrainer):
         model_init_kwargs: arguments of `from_pretrained`.
         dataset_kwargs: ``add_special_tokens``, whether texts get those of the tokenizer; ``append_concat_token``,
             whether EOS stands between packed texts; ``skip_prepare_dataset``, whether rows are token ids already.
-        eval_packing: without effect.
+        eval_packing: ``packing`` of the held-out samples; None: the same.
 
     Raises:
         ValueError: nothing says where the text of a row is, or ``formatting_func`` returns no list.
@@ -112,8 +114,10 @@ class SFTTrainer(LikelihoodTrainer):
         eval_packing: bool | None = None,
     ) -> None:
         given = dict(locals())
-        if packing and isinstance(data_collator, DataCollatorForCompletionOnlyLM):
-            raise ValueError("a DataCollatorForCompletionOnlyLM needs samples one by one; set packing=False")
+        if (packing or eval_packing) and isinstance(data_collator, DataCollatorForCompletionOnlyLM):
+            raise ValueError(
+                "a DataCollatorForCompletionOnlyLM needs samples one by one; set packing=False, leave out eval_packing"
+            )
         if model is not None and tokenizer is None:
             given["tokenizer"] = tokenizer = tokenizer_of(model)
         if isinstance(train_dataset, ConstantLengthDataset):  # its rows are packed already
@@ -121,6 +125,7 @@ class SFTTrainer(LikelihoodTrainer):
             if packing:  # as in TRL
                 train_dataset.infinite = args is not None and args.max_steps > 0
         self._data_collator, self.packing = data_collator, bool(packing)
+        self.eval_packing = self.packing if eval_packing is None else eval_packing
         self.dataset_text_field, self.formatting_func = dataset_text_field, formatting_func
         self.dataset_batch_size, self.tokenizer = dataset_batch_size, tokenizer
         self.dataset_kwargs, self._told = dataset_kwargs or {}, False
@@ -142,23 +147,34 @@ class SFTTrainer(LikelihoodTrainer):
 
     def samples(self, dataset: Any) -> Any:
         """Return texts, samples of which only completions are trained on, or rows of token ids."""
+        return self._samples(dataset, self.packing)
+
+    def held_out(self, dataset: Any) -> Any:
+        """Return the same of held-out samples, whose packing is ``eval_packing``.
+
+        They are measured one by one, which gives the loss that they have when packed; a sample that is too long becomes
+        several with packing, and is truncated without.
+        """
+        return self._samples(dataset, self.eval_packing)
+
+    def _samples(self, dataset: Any, packing: bool) -> Any:
         collator = self.data_collator
         exact = self.dataset_kwargs.get("add_special_tokens") is False or (
-            self.packing and self.dataset_kwargs.get("append_concat_token") is False
+            packing and self.dataset_kwargs.get("append_concat_token") is False
         )
-        found = self._texts(dataset)
+        found = self._texts(dataset, packing)
         if exact and isinstance(collator, DataCollatorForCompletionOnlyLM):
             raise ConfigError("dataset_kwargs chooses special tokens for whole texts alone; leave out data_collator")
         plain = not isinstance(dataset, ConstantLengthDataset) and "input_ids" not in columns(found)
         if plain and exact:
-            found = formatted(found, self._tokenised)
-        elif plain and not self.packing and not self._told:
+            found = formatted(found, partial(self._tokenised, packing=packing))
+        elif plain and not packing and not self._told:
             self._told = True
             log.warning(
                 "EOS is added to the end of each text and trained on, where TRL adds none; give rows with input_ids, "
                 "or dataset_kwargs={'add_special_tokens': False}, to train on texts without it"
             )
-        if self.packing and not isinstance(dataset, ConstantLengthDataset):
+        if packing and not isinstance(dataset, ConstantLengthDataset):
             pieces = Pieces(found, self.tokenizer, self.max_seq_length)
             return pieces if is_stream(found) else list(pieces)
         if not isinstance(collator, DataCollatorForCompletionOnlyLM):
@@ -166,7 +182,7 @@ class SFTTrainer(LikelihoodTrainer):
         made = Completions(collator.response_template, collator.instruction_template, tokenizer=collator.tokenizer)
         return formatted(found, made) if is_stream(found) else list(_with_completions(found, made))
 
-    def _texts(self, dataset: Any) -> Any:
+    def _texts(self, dataset: Any, packing: bool) -> Any:
         field, function = self.dataset_text_field, self.formatting_func
         if isinstance(dataset, ConstantLengthDataset):
             return dataset.tokenised if dataset.infinite else list(dataset.tokenised)
@@ -186,7 +202,7 @@ class SFTTrainer(LikelihoodTrainer):
                 )
             return formatted(dataset, lambda row: row[field])
         assert function is not None
-        if self.packing:
+        if packing:
             return formatted(dataset, function)
         if is_stream(dataset):
             return formatted(dataset, lambda row: _listed(function({name: [row[name]] for name in row}))[0])
@@ -194,11 +210,11 @@ class SFTTrainer(LikelihoodTrainer):
             chain.from_iterable(_listed(function(batch)) for batch in _batches(dataset, self.dataset_batch_size))
         )
 
-    def _tokenised(self, text: str) -> dict[str, list[int]]:
+    def _tokenised(self, text: str, *, packing: bool) -> dict[str, list[int]]:
         """Return a text as token ids with the special tokens that ``dataset_kwargs`` chooses, and no others."""
         special = self.dataset_kwargs.get("add_special_tokens", True)
         ids = list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
-        between = self.packing and self.dataset_kwargs.get("append_concat_token", True)
+        between = packing and self.dataset_kwargs.get("append_concat_token", True)
         return {"input_ids": [*ids, self.tokenizer.eos_token_id] if between else ids}
 
     def _chat(self, row: Any) -> str:
@@ -270,3 +286,6 @@ def _with_completions(rows: Any, made: Completions) -> Iterator[Any]:
             ", ".join(map(str, without[:20])),
             ", ..." if len(without) > 20 else "",
         )
+
+
+__getattr__ = refusing(__name__)

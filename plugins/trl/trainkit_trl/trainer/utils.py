@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import PartialState
 from torch.utils.data import IterableDataset
-from transformers import BitsAndBytesConfig, DataCollatorForLanguageModeling
+from transformers import BitsAndBytesConfig, DataCollatorForLanguageModeling, TrainerCallback
 
 from trainkit import metrics
 from trainkit.data import Completions
@@ -24,6 +25,7 @@ from trainkit_trl.trainer.model_config import ModelConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
+log = logging.getLogger(__name__)
 IGNORED = -100
 
 
@@ -254,6 +256,13 @@ class RewardDataCollatorWithPadding:
         if "margin" in features[0]:
             batch["margin"] = torch.tensor([row["margin"] for row in features], dtype=torch.float)
         return batch
+
+
+class RichProgressCallback(TrainerCallback):
+    """Stands for TRL's display of progress: trainkit shows its own, and this has no effect."""
+
+    def __init__(self) -> None:
+        log.warning("RichProgressCallback has no effect: progress is shown and logged by train.trackers")
 
 
 def disable_dropout_in_model(model: torch.nn.Module) -> None:
