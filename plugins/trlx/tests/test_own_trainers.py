@@ -123,6 +123,62 @@ def test_a_loss_of_ones_own_is_trained(method: str, tmp_path: Path, monkeypatch:
     torch.testing.assert_close(weights(run(small(default, train={"trainer": "mine"}))), weights(untrained(default)))
 
 
+def test_statistics_of_ppo_are_those_of_its_loss_on_the_batch() -> None:
+    """`PPOConfig.loss` has golden numbers; what `learn` logs is averaged over micro-batches."""
+    sampling = {"max_new_tokens": 6, "eos_token_id": [0, 3]}
+    config = small(default_ppo_config, method={"gen_kwargs": sampling, "num_rollouts": 8, "chunk_size": 8})
+    trainer: Any = AcceleratePPOTrainer(config, reward_fn=rewards)
+    trainer.add_prompt_pipeline(["b", "c", "bc", "d"] * 2)
+    trainer.make_experience(8)
+    trainer.store.history[0].values += 0.4  # beyond the clipping range
+    batch = next(iter(trainer.store.create_loader(8, shuffle=False)))
+    tokens = torch.cat([batch.query_tensors, batch.response_tensors], 1)
+    mask = batch.logprobs != 0  # EOS is the padding token too
+    real = torch.cat([batch.query_tensors != trainer.tokenizer.pad_token_id, mask], 1)
+    logits, *_, values = trainer.model(tokens, attention_mask=real, position_ids=(real.cumsum(1) - 1).clamp(min=0))
+    begin = batch.query_tensors.shape[1] - 1
+    advantages, returns = trainer.config.method.get_advantages_and_returns(batch.values, batch.rewards, mask.shape[1])
+    _, expected = trainer.config.method.loss(
+        logprobs=logprobs_of_labels(logits[:, :-1], tokens[:, 1:])[:, begin:],
+        values=values[:, begin:-1],
+        old_logprobs=batch.logprobs,
+        old_values=batch.values,
+        advantages=advantages,
+        returns=returns,
+        mask=mask,
+    )
+    assert 0 < expected["padding_percentage"] < 1
+    assert expected["values/std"] != expected["old_values/std"]
+    _, stats = trainer.loss(batch)
+    whitened = ("losses/policy_loss", "losses/total_loss")  # over padding there
+    compared = [name for name in expected if name not in whitened]
+    assert {name: stats[name] for name in compared} == pytest.approx({n: expected[n] for n in compared}, abs=1e-5)
+
+
+def test_statistics_of_ilql_are_those_of_its_loss_on_the_batch() -> None:
+    trainer: Any = AccelerateILQLTrainer(small(default_ilql_config, method={"beta": 0.5}))
+    trainer.make_experience([["a", "bc"], ["b", "cde"]] * 2, [0.0, 1.0, 2.0, 3.0], 16)
+    batch = next(iter(trainer.store.create_loader(4)))
+    for name, parameter in trainer.model.ilql_heads.named_parameters():  # they begin with zeros
+        torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(len(name)))
+    arguments = ("input_ids", "attention_mask", "actions_ixs", "states_ixs")
+    logits, qs, target_qs, vs, *_ = trainer.model(**{name: getattr(batch, name) for name in arguments})
+    _, expected = trainer.config.method.loss((logits, (qs, target_qs, vs)), batch)
+    _, stats = trainer.loss(batch)
+    assert {"qvalues/0/min", "qvalues/1/std", "awac_weight/max", "values/mean", "losses/loss_q"} <= expected.keys()
+    assert {name: stats[name] for name in expected} == pytest.approx(expected, abs=1e-5)
+
+
+def test_statistics_of_rft_are_those_of_all_responses_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    enter(tmp_path, monkeypatch)
+    trainer = run(small(default_rft_config))
+    pools = [score for pool in trainer.trainer.pools.values() for score in pool.values()]
+    logged = [trainer.trainer.history[f"trlx/{name}"] for name in ("scores_mean", "len_samples_selected")]
+    assert [*logged[0].values()][-1] == pytest.approx(sum(pools) / len(pools))
+    assert [*logged[1].values()][-1] <= len(pools)
+    assert trainer.named({"trlx/scores_mean": 1.0, "loss/total": 2.0}) == {"scores_mean": 1.0, "loss": 2.0}
+
+
 def test_responses_of_an_encoder_decoder_begin_with_its_start_token() -> None:
     """As in trlX, where decoder inputs are responses; numbers are those of the tokens after it."""
     t5 = T5Config(vocab_size=10, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=7)

@@ -24,6 +24,7 @@ from trainkit_trlx.pipeline.offline_pipeline import (
     tokenize_dialogue,
 )
 from trainkit_trlx.trainer import register_trainer
+from trainkit_trlx.trainer.names import tensor_statistics
 from trainkit_trlx.trainer.offline import Offline, Samples
 
 if TYPE_CHECKING:
@@ -116,6 +117,14 @@ class ILQL(Samples, Trainer):  # type: ignore[misc]
             ours = {_ours(name): tensor for name, tensor in self._saved.state_dict().items()}
             load(policy.head, ours, "the checkpoint")
         return policy
+
+    def statistics(self, batch: Any, outputs: Any) -> Any:
+        """Return the metrics of a micro-batch with those of trlX."""
+        mask, head = batch.sequences.response_mask, outputs.head
+        qs = {f"qvalues/{name[1:]}": answer for name, answer in head.items() if name in ("q0", "q1")}
+        tensors = {"values": head["values"], **qs, "awac_weight": self.weights(outputs)}
+        own = {key: each for name, x in tensors.items() for key, each in tensor_statistics(name, x, mask).items()}
+        return {**super().statistics(batch, outputs), **own}
 
     def as_trlx(self, batch: Any) -> ILQLBatch:
         """Return samples with the positions of states and actions.
