@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 import trainkit_migrate.training_arguments as training_arguments
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, suggest
 
 FRAMEWORKS = ("trlx", "trl", "trl_cli", "trl1", "async_rlhf", "ddpo_pytorch", "accelerate", "deepspeed", "axolotl")
 """The frameworks that have a table."""
@@ -184,7 +184,8 @@ def refusing(module: str) -> Callable[[str], Any]:
     def look_up(name: str) -> Any:
         if said := instead(about, f"{place}.{name}"):
             raise ImportError(f"{module} has no {name!r}: {said}")
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        known = [] if name.startswith("_") else dir(sys.modules[module])
+        raise AttributeError(f"module {module!r} has no attribute {name!r}{suggest(name, known)}")
 
     return look_up
 

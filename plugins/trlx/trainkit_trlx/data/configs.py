@@ -15,7 +15,7 @@ import yaml
 import trainkit
 from trainkit.errors import ConfigError, describe, suggest
 from trainkit_migrate import Translation, translate
-from trainkit_trlx.data.method_configs import MethodConfig, checked, get_method
+from trainkit_trlx.data.method_configs import MethodConfig, check_known, checked, get_method
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +38,11 @@ def own_class(cls: type[Any]) -> type[Any]:
 class Section:
     """What the sections have in common."""
 
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        """Refuse fields that the section does not have."""
+        check_known(cls, section_name(cls), given)
+        return super().__new__(cls)
+
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Self:
         """Return the section with these fields.
@@ -45,7 +50,12 @@ class Section:
         Raises:
             ConfigError: one of them does not exist, or one is missing.
         """
-        return cls(**checked(cls, cls.__name__.removesuffix("Config").lower(), config))
+        return cls(**checked(cls, section_name(cls), config))
+
+
+def section_name(cls: type[Any]) -> str:
+    """Return the name of the section that a class is of."""
+    return own_class(cls).__name__.removesuffix("Config").lower()
 
 
 @dataclass

@@ -22,13 +22,7 @@ def checked(cls: Any, section: str, given: Any) -> Mapping[str, Any]:
     if not isinstance(given, Mapping):
         raise ConfigError(f"{section} should be a mapping of settings; given {describe(given)}")
     known = {about.name: about for about in fields(cls)}
-    for name in given:
-        if name not in known:
-            about = framework("trlx").settings.get(f"{section}.{name}")
-            reason = f": {about.refused}" if about is not None and about.refused else ""
-            raise ConfigError(
-                f"{section}.{name} is no setting{reason or suggest(str(name), known)}; {section} has {', '.join(known)}"
-            )
+    check_known(cls, section, given)
     needed = [name for name, about in known.items() if about.default is MISSING and about.default_factory is MISSING]
     if missing := [name for name in needed if name not in given]:
         raise ConfigError(
@@ -36,6 +30,18 @@ def checked(cls: Any, section: str, given: Any) -> Mapping[str, Any]:
             "data.default_configs and change it with evolve"
         )
     return given
+
+
+def check_known(cls: Any, section: str, given: Mapping[str, Any]) -> None:
+    """Raise a `ConfigError` if a class of settings lacks one of these fields."""
+    known = [about.name for about in fields(cls)]
+    for name in given:
+        if name not in known:
+            about = framework("trlx").settings.get(f"{section}.{name}")
+            reason = f": {about.refused}" if about is not None and about.refused else ""
+            raise ConfigError(
+                f"{section}.{name} is no setting{reason or suggest(str(name), known)}; {section} has {', '.join(known)}"
+            )
 
 
 def register_method(name: Any) -> Any:
@@ -55,6 +61,11 @@ class MethodConfig:
     """Base class of the settings of an algorithm."""
 
     name: str
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        """Refuse fields that the class does not have."""
+        check_known(cls, "method", given)
+        return super().__new__(cls)
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Self:

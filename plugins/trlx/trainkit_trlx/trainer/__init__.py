@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trainkit.errors import ConfigError, describe
+from trainkit_migrate import refusing
 from trainkit_trlx.data.configs import TRLConfig
 from trainkit_trlx.pipeline import BaseRolloutStore
 
@@ -92,3 +93,6 @@ class BaseRLTrainer:
             eval_fn: called with the metrics of every evaluation.
         """
         raise NotImplementedError(f"{type(self).__name__} has no learn(); write it, or derive from AccelerateRLTrainer")
+
+
+__getattr__ = refusing(__name__)
