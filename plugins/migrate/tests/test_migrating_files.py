@@ -45,7 +45,7 @@ PUBLISHED: list[Any] = [
     (
         "trlx_ppo.yml", [], 0,
         {"train.batch_size": 8, "rollout.num_rollouts": 16, "method.ppo_epochs": 4, "train.max_grad_norm": None,
-         "rollout.top_k": 0, "rollout.top_p": 0.7, "rollout.overlong_prompts": "truncate",
+         "rollout.top_k": 0, "rollout.top_p": 0.7, "rollout.overlong_prompts": "truncate_right",
          "model.num_layers_unfrozen": 2},
         [1.412e-4] * 6,
     ),
@@ -56,7 +56,8 @@ PUBLISHED: list[Any] = [
     # transformers samples from the 50 most likely tokens
     (
         "trlx_rft.yml", [], 0,
-        {"method.rft_k": 4, "rollout.top_k": 50, "rollout.temperature": 0.7, "rollout.overlong_prompts": "truncate",
+        {"method.rft_k": 4, "rollout.top_k": 50, "rollout.temperature": 0.7,
+         "rollout.overlong_prompts": "truncate_right",
          "optimizer.lr": 3e-5, "train.total_steps": 4, "train.epochs": 2},
         None,
     ),
@@ -158,9 +159,25 @@ def test_a_published_file_runs(name: str, options: list[str], rates: list[float]
         assert [step["train/lr"] for step in steps if "train/lr" in step] == pytest.approx(rates)
 
 
+@table("side", ["right", "left"])
+def test_long_prompts_of_trlx_lose_the_same_side(side: str, tmp_path: Path) -> None:
+    """trlX calls its tokenizer with ``truncation=True`` and the length that leaves room for a response."""
+    given = yaml.safe_load((FILES / "trlx_ppo.yml").read_text(encoding="utf-8"))
+    given["tokenizer"]["truncation_side"] = side
+    (tmp_path / "trlx.yml").write_text(yaml.safe_dump(given), encoding="utf-8")
+    printed = yaml.safe_load(CliRunner().invoke(app, ["migrate", str(tmp_path / "trlx.yml")]).stdout)
+    tokenizer, prompt = character_tokenizer("ab"), "a" * 40 + "b" * 40
+    here = {**HERE, "train.run_dir": str(tmp_path / "run"), "model.model_path": tiny_gpt2(4, n_positions=512)}
+    config = TRLConfig.from_dict(printed).update(here)
+    trainer: Any = trainkit.get_trainer("ppo")(config, tokenizer=tokenizer, reward_fn=ONLINE["reward_fn"])
+    room = given["train"]["seq_length"] - given["method"]["gen_kwargs"]["max_new_tokens"]
+    theirs = character_tokenizer("ab")
+    theirs.truncation_side = side
+    assert trainer.text.encode(prompt) == theirs(prompt, truncation=True, max_length=room)["input_ids"]
+
+
 def test_remarks_say_what_a_file_does_not() -> None:
     for name, told in (
-        ("trlx_ppo.yml", "not given: tokenizer.truncation_side is 'right' by default"),
         ("accelerate_zero2.yaml", "deepspeed_config.zero_stage: stage 1 becomes zero2"),
         ("deepspeed_zero1.json", "zero_optimization.stage: stage 1 becomes zero2"),
         ("axolotl_dpo.yml", "optim has no counterpart: given 'paged_adamw_8bit'"),

@@ -226,8 +226,7 @@ class TRLConfig:
         if found.refused:
             raise ConfigError("settings of trlX without counterpart:\n  " + "\n  ".join(map(str, found.refused)))
         for remark in found.remarks:
-            if remark.field != "tokenizer.truncation_side":  # trainers cut prompts themselves
-                say_once(str(remark))
+            say_once(str(remark))
         method = found.config.get("method", {}).get("name", "ppo")
         return trainkit.default_config(method).evolve(**found.config)
 
