@@ -180,12 +180,83 @@ def test_remarks_say_what_a_file_does_not() -> None:
     for name, told in (
         ("accelerate_zero2.yaml", "deepspeed_config.zero_stage: stage 1 becomes zero2"),
         ("deepspeed_zero1.json", "zero_optimization.stage: stage 1 becomes zero2"),
-        ("axolotl_dpo.yml", "optim has no counterpart: given 'paged_adamw_8bit'"),
+        ("axolotl_dpo.yml", "optimizer has no counterpart: given 'paged_adamw_8bit'"),
+        ("axolotl_dpo.yml", "not given: bf16 is 'auto' by default: it is taken as bf16"),
+        ("deepspeed_zero1.json", "scheduler: the rate rises linearly, in DeepSpeed logarithmically"),
         ("axolotl_dpo.yml", "val_set_size has no counterpart: samples are not split"),
         ("axolotl_lora.yml", "datasets: data are an option of the command: --samples teknium/GPT4-LLM-Cleaned"),
         ("axolotl_lora.yml", "datasets: type: alpaca has no effect: give rows with the columns"),
     ):
         assert f"{name}: {told}" in migrated(name).stderr
+
+
+AXOLOTL = {"base_model": "m", "learning_rate": 1e-4}
+SCHEDULED = {"type": "WarmupLR", "params": {"warmup_type": "linear"}}
+
+
+@table(
+    "given, expected",
+    [
+        # what axolotl does without a field: HyperparametersConfig and _set_base_training_args of its source
+        (
+            AXOLOTL,
+            {"train.epochs": 1, "train.batch_size": 1, "train.seq_length": 512, "train.mixed_precision": "bf16",
+             "train.keep_checkpoints": 4, "train.seed": 42, "scheduler.name": "cosine", "optimizer.weight_decay": None},
+        ),
+        ({**AXOLOTL, "max_steps": 50}, {"scheduler.warmup_steps": 2, "train.total_steps": 50, "train.epochs": None}),
+        ({**AXOLOTL, "max_steps": 1000}, {"scheduler.warmup_steps": 30}),
+        ({**AXOLOTL, "max_steps": 9000}, {"scheduler.warmup_steps": 100}),
+        ({**AXOLOTL, "warmup_steps": 5, "max_steps": 9000}, {"scheduler.warmup_steps": 5}),
+        ({**AXOLOTL, "bf16": "auto", "fp16": True}, {"train.mixed_precision": "fp16"}),
+        ({**AXOLOTL, "bf16": True, "fp16": True}, {"train.mixed_precision": "bf16"}),
+        ({**AXOLOTL, "bf16": False}, {"train.mixed_precision": "no"}),
+        (
+            {**AXOLOTL, "cosine_min_lr_ratio": 0.2},
+            {"scheduler.name": "cosine_with_min_lr", "scheduler.kwargs": {"min_lr_rate": 0.2}},
+        ),
+        (
+            {**AXOLOTL, "adapter": "lora", "lora_r": 4, "peft_use_dora": True, "deepspeed": None, "fsdp_config": None},
+            {"model.peft_config": {"peft_type": "LORA", "r": 4, "use_dora": True}},
+        ),
+        (
+            {**AXOLOTL, "rl": "simpo", "simpo_gamma": 1.5, "cpo_alpha": 0.5, "rl_beta": 2.0, "hub_model_id": "me/it"},
+            {"method.name": "cpo", "method.loss_type": "simpo", "method.simpo_gamma": 1.5, "method.cpo_alpha": 0.5,
+             "method.beta": 2.0, "train.push_to_hub": "me/it"},
+        ),
+        ({**AXOLOTL, "rl": "simpo"}, {"method.cpo_alpha": 1.0}),  # the default of TRL's CPOConfig
+        ({**AXOLOTL, "rl": "kto", "kto_desirable_weight": 0.2}, {"method.name": "kto", "method.desirable_weight": 0.2}),
+        ({**AXOLOTL, "reward_model": True}, {"method.name": "reward"}),
+        ({**AXOLOTL, "use_tensorboard": True}, {"train.trackers": ["tensorboard"]}),
+        # DeepSpeed: Adam is AdamW, rates of the schedule count before that of the optimizer, nothing is clipped
+        (
+            {"zero_optimization": {"stage": 2}, "optimizer": {"type": "Adam", "params": {"lr": 1e-4}}},
+            {"optimizer.name": "adamw", "optimizer.lr": 1e-4, "train.max_grad_norm": None},
+        ),
+        (
+            {"zero_optimization": {}, "optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}},
+            {"optimizer.name": "adam"},
+        ),
+        ({"zero_optimization": {}, "scheduler": SCHEDULED}, {"scheduler.name": "constant", "optimizer.lr": None}),
+        (
+            {"zero_optimization": {}, "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 90}}},
+            {"scheduler.name": "linear", "scheduler.warmup_steps": 1000, "train.total_steps": 90, "optimizer.lr": 1e-3},
+        ),
+        (
+            {"zero_optimization": {}, "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 7}}},
+            {"scheduler.name": "cosine_with_min_lr", "scheduler.warmup_steps": 7,
+             "scheduler.kwargs": {"min_lr_rate": 1e-4}},
+        ),
+    ],
+)  # fmt: skip
+def test_fields_of_axolotl_and_deepspeed_mean_what_they_mean_there(
+    given: dict[str, Any], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "given.json").write_text(json.dumps(given), encoding="utf-8")
+    result = CliRunner().invoke(app, ["migrate", str(tmp_path / "given.json")])
+    assert result.exit_code == 0, result.stderr
+    printed = yaml.safe_load(result.stdout)
+    found = {path: printed.get(path.split(".")[0], {}).get(path.split(".")[1]) for path in expected}
+    assert found == expected
 
 
 def test_a_file_that_two_versions_of_trl_could_have_is_said_to_be_of_the_newer(tmp_path: Path) -> None:
