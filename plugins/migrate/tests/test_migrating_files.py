@@ -274,7 +274,9 @@ def test_a_file_that_two_versions_of_trl_could_have_is_said_to_be_of_the_newer(t
     [
         (
             "trlx_script.py",
-            ["10: train.trainer has no counterpart: trainkit has no NeMo", "11: num_beams has no counterpart"],
+            ["3: trainkit_trlx has no 'default_nemo_1_3b_config' in 'trlx.data.default_configs': trainkit has no NeMo",
+             "6: optimizer.name has no counterpart: write adamw",
+             "11: train.trainer has no counterpart: trainkit has no NeMo", "12: num_beams has no counterpart"],
         ),
         (
             "trl08_script.py",
