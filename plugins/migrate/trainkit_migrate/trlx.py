@@ -172,6 +172,10 @@ def sampled(config: Settings, context: Context) -> Settings:
         unset = {"temperature": 0.0} if greedy else {"top_k": 50}
     given = {**unset, **evaluated}
     differ = {name: value for name, value in given.items() if isinstance(value, list) and not name.startswith("stop_")}
+    swept = [name for name in context.get("method.gen_kwargs", {}) if name in differ]
+    for name in swept[1:]:  # as in trlX
+        given[name] = differ.pop(name)[0]
+        context.remarks.append(f"one setting of gen_kwargs is swept, {swept[0]}; {name} is {given[name]}")
     if context.get("method.gen_experience_kwargs"):
         return {"top_k": 50, **rollout, "eval_kwargs": given}
     if given.get("temperature") == 0:  # of evaluations alone, as beta, which the section does not have

@@ -22,7 +22,7 @@ from trainkit_trlx.data.default_configs import (
     default_rft_config,
     default_sft_config,
 )
-from trainkit_trlx.data.ilql_types import ILQLBatch
+from trainkit_trlx.data.ilql_types import ILQLBatch, ILQLSeq2SeqBatch
 from trainkit_trlx.data.method_configs import register_method
 from trainkit_trlx.data.ppo_types import PPORLBatch, PPORLElement
 from trainkit_trlx.models.modeling_ppo import AutoModelForCausalLMWithHydraValueHead, PPOConfig
@@ -201,14 +201,34 @@ def test_responses_of_an_encoder_decoder_begin_with_its_start_token() -> None:
     assert torch.equal(again.response_tensors, batch.response_tensors)
     torch.testing.assert_close(again.rewards, batch.rewards)
 
-    class Ilql(AccelerateILQLTrainer):
-        def loss(self, batch: Any) -> Any:
-            return super().loss(batch)
 
-    trainer = Ilql(small(default_ilql_config).evolve(model=seq2seq))
-    trainer.make_experience(DIALOGUES, [0.0, 1.0] * 8)
-    with pytest.raises(ConfigError, match="derives from AccelerateRLTrainer can make ILQLSeq2SeqRolloutStorage"):
-        trainer.learn()
+def test_batches_of_ilql_have_the_decoder_inputs_of_an_encoder_decoder() -> None:
+    """They begin with the start token, so that every token of an output is an action."""
+    t5 = T5Config(vocab_size=10, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=7)
+    seq2seq = {"model_path": t5, "model_arch_type": "seq2seq"}
+    compared: list[Any] = []
+
+    @register_trainer
+    class OfT5(AccelerateILQLTrainer):
+        def loss(self, batch: ILQLSeq2SeqBatch) -> Any:
+            names = ("input_ids", "attention_mask", "decoder_input_ids", "actions_ixs", "states_ixs")
+            logits, qs, target_qs, vs, *_ = self.model(**{name: getattr(batch, name) for name in names})
+            _, expected = self.config.method.loss((logits, (qs, target_qs, vs)), batch)  # type: ignore[attr-defined]
+            loss, stats = super().loss(batch)
+            compared.append((stats, expected))
+            return loss, stats
+
+    usual = run(small(default_ilql_config).evolve(model=seq2seq))
+    same = run(small(default_ilql_config, train={"trainer": "OfT5"}).evolve(model=seq2seq))
+    torch.testing.assert_close(weights(same), weights(usual), atol=1e-6, rtol=0)
+    for stats, expected in compared:
+        assert {name: stats[name] for name in expected} == pytest.approx(expected, abs=1e-5)
+    engine = same.trainer
+    batch = engine.as_trlx(engine.make_experience(engine.pipeline.take(0, 4)))
+    again = engine.as_trlx(engine.from_trlx(batch))
+    assert all(torch.equal(getattr(again, name), value) for name, value in vars(batch).items())
+    with pytest.raises(ConfigError, match="the model is an encoder-decoder; give its samples as text"):
+        _ = same.store
 
 
 def test_push_to_store_of_ones_own_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,8 +272,11 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_not_stopped(
     trainer.add_prompt_pipeline(["b", "c"] * 4)
     with pytest.raises(KeyboardInterrupt):
         trainer.learn(log_fn=fail)
-    resumed = run(config.evolve(train={"resume_from_checkpoint": "auto"}))
+    where = "auto" if store else "again/checkpoint_3"  # trlX's name of a checkpoint
+    resumed = run(config.evolve(train={"resume_from_checkpoint": where}))
     assert torch.equal(weights(resumed), weights(whole))
+    ours, theirs = resumed.running_moments, whole.running_moments
+    assert (ours.count, ours.mean, ours.std) == (theirs.count, theirs.mean, theirs.std)
 
 
 def untrained(default: Callable[[], TRLConfig]) -> Any:

@@ -6,8 +6,10 @@ import copy
 import json
 import logging
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Self
 
 import yaml
@@ -243,10 +245,20 @@ class TRLConfig:
         best = given["train"].pop("save_best") if measured else False
         if not isinstance(given["model"]["model_path"], str):
             given["model"].pop("model_path")  # a config or model object, which `train` passes on
+        given["train"]["resume_from_checkpoint"] = of_this_run(self.train.resume_from_checkpoint)
         found = translate("trlx", given, processes=int(os.environ.get("WORLD_SIZE", 1)))
         if measured:
             found.set("train.save_best", best)
         return found
+
+
+def of_this_run(checkpoint: str | None) -> str | None:
+    """Return the checkpoint of trainkit for one named as in trlX, ``checkpoint_<step>``, if there is one beside it."""
+    name = re.fullmatch(r"checkpoint_0*(\d+)", Path(checkpoint or "").name)
+    if checkpoint is None or name is None:
+        return checkpoint
+    found = Path(checkpoint).parent / "checkpoints" / f"step_{int(name[1]):08d}"
+    return str(found) if found.is_dir() else checkpoint
 
 
 _said: set[str] = set()
