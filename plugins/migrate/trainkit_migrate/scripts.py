@@ -204,7 +204,7 @@ def _refused_settings(tree: ast.AST, name: str) -> Iterator[str]:
             given = {f"{sections[cls]}.{each.arg}": each.value for each in node.keywords if each.arg}
         elif isinstance(node, ast.Call) and cls == "evolve":  # of a configuration, with a mapping for each section
             changes = [(section, _items(each)) for section, each in _sections(node, homes)]
-            given = {f"{section}.{key.value}": value for section, items in changes for key, value in items}
+            given = {f"{section}.{key.value!s}": value for section, items in changes for key, value in items}
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
             path = ".".join(ast.unparse(node.targets[0]).split(".")[-2:])
             given = {path: node.value} if path in about.settings else {}

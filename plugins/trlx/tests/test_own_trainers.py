@@ -342,6 +342,15 @@ def test_methods_of_a_trainer_of_ones_own_are_called_as_in_trlx() -> None:
     assert (best.config.n_embd, trainer.iter_count) == (16, 8)
 
 
+def test_the_store_of_sft_has_strings_as_they_are_trained_on() -> None:
+    trainer = AccelerateSFTTrainer(small(default_sft_config))
+    trainer.make_experience(["abc", "cb"], 16)
+    rows = trainer.trainer.make_experience(trainer.trainer.pipeline.take(0, 2))
+    trained = [ids[real].tolist() for ids, real in zip(rows.input_ids, rows.attention_mask, strict=True)]
+    assert sorted(trained) == sorted(item["input_ids"] for item in trainer.store)
+    assert trained[0][-1] == trainer.tokenizer.eos_token_id
+
+
 def test_an_epoch_of_samples_is_one_pass() -> None:
     calls: list[tuple[str, int]] = []
 

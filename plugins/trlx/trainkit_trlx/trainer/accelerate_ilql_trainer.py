@@ -124,22 +124,26 @@ class ILQL(Samples, Trainer):  # type: ignore[misc]
 
     def as_trlx(self, batch: Any) -> ILQLBatch | ILQLSeq2SeqBatch:
         """Return samples with the positions of states and actions; of an encoder-decoder, its decoder's start first."""
-        sequences, rows = batch.sequences, []
         if self.model_config.is_encoder_decoder:
-            start = sequences.input_ids.new_tensor([self.model_config.decoder_start_token_id])
-            scored = zip(sequences.queries, sequences.responses, batch.rewards, sequences.response_mask, strict=True)
-            for query, response, rewards, chosen in scored:
-                ids = torch.cat([start, response])
-                of_decoder = _indexed(ids, torch.arange(len(ids), device=ids.device) > 0)
-                of_decoder |= {"decoder_input_ids": ids, "rewards": rewards[chosen]}
-                of_encoder = {"input_ids": query, "attention_mask": torch.ones_like(query)}
-                rows.append(ILQLSeq2SeqElement(**{**of_decoder, **of_encoder}))
-            return ilql_seq2seq_collate_fn(rows)
+            return self._as_seq2seq(batch)
+        sequences, rows = batch.sequences, []
         for ids, real, chosen, rewards in zip(
             sequences.input_ids, sequences.attention_mask, sequences.response_mask, batch.rewards, strict=True
         ):
             rows.append(ILQLElement(**{**_indexed(ids[real], chosen[real]), "rewards": rewards[chosen]}))
         return ilql_collate_fn(rows)
+
+    def _as_seq2seq(self, batch: Any) -> ILQLSeq2SeqBatch:
+        sequences, rows = batch.sequences, []
+        start = sequences.input_ids.new_tensor([self.model_config.decoder_start_token_id])
+        for query, response, rewards, chosen in zip(
+            sequences.queries, sequences.responses, batch.rewards, sequences.response_mask, strict=True
+        ):
+            ids = torch.cat([start, response])
+            of_decoder = {**_indexed(ids, torch.arange(len(ids), device=ids.device) > 0), "rewards": rewards[chosen]}
+            of_encoder = {"input_ids": query, "attention_mask": torch.ones_like(query)}
+            rows.append(ILQLSeq2SeqElement(**{**of_decoder, **of_encoder, "decoder_input_ids": ids}))
+        return ilql_seq2seq_collate_fn(rows)
 
     def from_trlx(self, batch: ILQLBatch | ILQLSeq2SeqBatch) -> Any:
         """Return samples of trlX as sequences with rewards [B, T]."""
