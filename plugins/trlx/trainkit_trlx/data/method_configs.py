@@ -46,13 +46,32 @@ def check_known(cls: Any, section: str, given: Mapping[str, Any]) -> None:
 
 def register_method(name: Any) -> Any:
     """Register a `MethodConfig` under its class name, or under a given one: ``@register_method("Name")``."""
+    return registering(name, _METHODS, __name__)
+
+
+def registering(name: Any, registry: dict[str, Any], module: str) -> Any:
+    """Register a class in lower case, as an attribute of a module too; with a name, return what registers a class."""
 
     def register(cls: Any, key: str) -> Any:
-        _METHODS[key.lower()] = cls
-        setattr(sys.modules[__name__], key.lower(), cls)
+        registry[key.lower()] = cls
+        setattr(sys.modules[module], key.lower(), cls)
         return cls
 
     return (lambda cls: register(cls, name)) if isinstance(name, str) else register(name, name.__name__)
+
+
+def registered(name: str, registry: Mapping[str, Any], setting: str, what: str) -> Any:
+    """Return the class of a name, whatever its case.
+
+    Raises:
+        ConfigError: there is none; names the setting.
+    """
+    if name.lower() in registry:
+        return registry[name.lower()]
+    raise ConfigError(
+        f"{setting} is {name!r}, which is no registered {what}{suggest(name.lower(), registry)}; known are "
+        f"{', '.join(sorted(registry))}"
+    )
 
 
 @dataclass
@@ -83,9 +102,5 @@ def get_method(name: str) -> type[MethodConfig]:
     Raises:
         ConfigError: there is no method of this name.
     """
-    if name.lower() not in _METHODS:
-        raise ConfigError(
-            f"method.name is {name!r}, which is no registered method{suggest(name.lower(), _METHODS)}; known are "
-            f"{', '.join(sorted(_METHODS))}"
-        )
-    return _METHODS[name.lower()]  # type: ignore[no-any-return]
+    found: type[MethodConfig] = registered(name, _METHODS, "method.name", "method")
+    return found
