@@ -105,6 +105,17 @@ def test_changes_of_fields_that_do_not_exist_are_refused(changes: dict[str, Any]
         TRLConfig.update(default_ppo_config(), changes)
 
 
+def test_a_method_of_ones_own_may_take_other_arguments_than_its_fields() -> None:
+    class Doubled(MethodConfig):
+        def __init__(self, half: float) -> None:
+            super().__init__("Doubled")
+            self.whole = 2 * half
+
+    assert Doubled(half=2.0).whole == 4.0
+    with pytest.raises(ConfigError, match=r"method\.third is no setting; method has name"):
+        Doubled(third=2.0)  # type: ignore[call-arg]
+
+
 @table("default", [default_ppo_config, default_ilql_config, default_sft_config, default_rft_config])
 def test_the_defaults_of_trlx_are_configurations_of_trainkit(default: Any) -> None:
     config = default()

@@ -17,7 +17,7 @@ import yaml
 import trainkit
 from trainkit.errors import ConfigError, describe, suggest
 from trainkit_migrate import Translation, translate
-from trainkit_trlx.data.method_configs import MethodConfig, check_known, checked, get_method
+from trainkit_trlx.data.method_configs import MethodConfig, check_arguments, checked, get_method
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Section:
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
         """Refuse fields that the section does not have."""
-        check_known(cls, section_name(cls), given)
+        check_arguments(cls, section_name(cls), given)
         return super().__new__(cls)
 
     @classmethod

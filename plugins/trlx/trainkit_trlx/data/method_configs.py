@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -44,6 +45,13 @@ def check_known(cls: Any, section: str, given: Mapping[str, Any]) -> None:
             )
 
 
+def check_arguments(cls: Any, section: str, given: Mapping[str, Any]) -> None:
+    """Raise a `ConfigError` if the constructor of a class of settings does not take one of these arguments."""
+    taken = inspect.signature(cls.__init__).parameters
+    if not any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+        check_known(cls, section, {name: value for name, value in given.items() if name not in taken})
+
+
 def register_method(name: Any) -> Any:
     """Register a `MethodConfig` under its class name, or under a given one: ``@register_method("Name")``."""
     return registering(name, _METHODS, __name__)
@@ -83,7 +91,7 @@ class MethodConfig:
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
         """Refuse fields that the class does not have."""
-        check_known(cls, "method", given)
+        check_arguments(cls, "method", given)
         return super().__new__(cls)
 
     @classmethod
