@@ -299,6 +299,20 @@ def test_a_truncated_prompt_keeps_its_tail_and_the_count_is_logged(caplog: pytes
     assert caplog.messages == ["2 of 5 prompts were truncated to their end: more than 4 tokens"]
 
 
+def test_a_prompt_may_keep_its_beginning_and_what_the_tokenizer_writes_after_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made = tokenizer()
+    assert PromptEncoder(made, 4, "truncate_right").fit(LONG) == LONG
+    assert caplog.messages == ["2 of 5 prompts were truncated to their beginning: more than 4 tokens"]
+    assert PromptEncoder(made, 4, "truncate_right")("fedcba") == ids_of(made, *"fedc")
+    ended = tokenizer(f"{BOS} $A {EOS}")
+    read = PromptEncoder(ended, 4, "truncate_right", ends=True)
+    assert read("fedcba") == ids_of(ended, BOS, "f", "e", EOS)
+    with pytest.raises(DataError, match=r"special tokens, which truncation keeps \(2\), and may have no more than 2"):
+        PromptEncoder(ended, 2, "truncate_right", ends=True)("fedcba")
+
+
 def test_dropped_prompts_are_left_out_and_the_count_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         rows = PromptEncoder(tokenizer(), 4, "drop").fit(LONG)
@@ -306,7 +320,7 @@ def test_dropped_prompts_are_left_out_and_the_count_is_logged(caplog: pytest.Log
     assert caplog.messages == ["2 of 5 prompts were dropped: more than 4 tokens"]
 
 
-@table("overlong", ["error", "truncate", "drop"])
+@table("overlong", ["error", "truncate", "truncate_right", "drop"])
 def test_nothing_is_logged_when_every_prompt_fits(overlong: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         assert PromptEncoder(tokenizer(), 6, overlong).fit(LONG) == LONG

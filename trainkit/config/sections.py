@@ -277,8 +277,9 @@ class RolloutConfig(SamplingConfig):
     """Whether importance weights are those of tokens or of whole responses."""
     correction_cap: float = Field(2.0, gt=1)
     """Largest importance weight; with `masked`, its reciprocal is the smallest."""
-    overlong_prompts: Literal["error", "truncate", "drop"] = "error"
-    """What to do with prompts that leave no room for `max_new_tokens`: raise an error, keep their end, or drop them."""
+    overlong_prompts: Literal["error", "truncate", "truncate_right", "drop"] = "error"
+    """What to do with prompts that leave no room for `max_new_tokens`: raise an error, keep their end or, with
+    `truncate_right`, their beginning, or drop them."""
     skip_special_tokens: bool = True
     """Remove special tokens from the text that is passed to reward and metric functions."""
     max_refills: int = Field(10, ge=0)

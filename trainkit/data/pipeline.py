@@ -135,7 +135,8 @@ class PromptEncoder:
     Args:
         tokenizer: what it writes before a text, mostly BOS, is written once; what it writes after it is not.
         budget: the maximum number of tokens of a prompt; None: no limit.
-        overlong: how to handle longer prompts; ``"truncate"`` keeps the *end* of a prompt, after its BOS.
+        overlong: how to handle longer prompts; ``"truncate"`` keeps the *end* of a prompt, after its BOS, and
+            ``"truncate_right"`` its beginning.
         ends: also write what the tokenizer writes after a text, mostly EOS, for prompts that an encoder reads.
     """
 
@@ -143,7 +144,7 @@ class PromptEncoder:
         self,
         tokenizer: PreTrainedTokenizerBase,
         budget: int | None,
-        overlong: Literal["error", "truncate", "drop"] = "error",
+        overlong: Literal["error", "truncate", "truncate_right", "drop"] = "error",
         ends: bool = False,
     ) -> None:
         self.tokenizer, self.budget, self.overlong, self.ends = tokenizer, budget, overlong, ends
@@ -177,11 +178,12 @@ class PromptEncoder:
             raise DataError(f"{what} {describe(prompt)} has no tokens; give text that the tokenizer keeps")
         if self.budget is None or len(ids) <= self.budget:
             return ids
-        if self.overlong == "truncate":
-            if (first := beginning(self.tokenizer, ids)) < self.budget:
-                return _end_of(ids, first, self.budget)
+        if self.overlong.startswith("truncate"):
+            first, last = beginning(self.tokenizer, ids), self._ending(ids)
+            if first + last < self.budget:
+                return self._cut(ids, self.budget, first, last)
             raise DataError(
-                f"{what} begins with special tokens, which truncation keeps ({first}), and may have no more than "
+                f"{what} has special tokens, which truncation keeps ({first + last}), and may have no more than "
                 f"{self.budget} tokens; lower rollout.max_new_tokens, or raise train.seq_length"
             )
         ways = "'truncate' or 'drop'" if may_drop else "'truncate'"
@@ -191,6 +193,18 @@ class PromptEncoder:
             f"limit, or set rollout.overlong_prompts to {ways}"
         )
         raise DataError(f"{what} has {len(ids)} tokens, and at most {self.budget} {room}. {advice}")
+
+    def _cut(self, ids: list[int], count: int, first: int, last: int) -> list[int]:
+        """Return ``count`` ids, with the special tokens that are ``first`` and ``last``."""
+        if self.overlong == "truncate":
+            return _end_of(ids, first, count)
+        return [*ids[: count - last], *ids[len(ids) - last :]]
+
+    def _ending(self, ids: list[int]) -> int:
+        """Return how many of the last tokens of a prompt are those that the tokenizer writes after a text."""
+        written: list[int] = self.tokenizer("")["input_ids"] if self.ends else []
+        most = min(len(ids), len(written))
+        return next((at for at in range(most) if ids[-1 - at] != written[-1 - at]), most)
 
     def _encode(self, prompt: str, what: str) -> list[int]:
         """Return the tokenizer's ids; what it writes before and after a text is left out where the text has it."""
@@ -218,7 +232,8 @@ class PromptEncoder:
                 f"all {len(rows)} prompts are longer than {self.budget} tokens and were dropped; none is left"
             )
         if overlong:
-            verb = "dropped" if self.overlong == "drop" else "truncated to their end"
+            rest = "beginning" if self.overlong == "truncate_right" else "end"
+            verb = "dropped" if self.overlong == "drop" else f"truncated to their {rest}"
             log.warning("%d of %d prompts were %s: more than %s tokens", overlong, len(rows), verb, self.budget)
         return kept
 

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from tables import table
-from trainkit.errors import DataError, RewardError
+from trainkit.errors import ConfigError, DataError, RewardError
 from trainkit.testing.trainers import tiny_trainer
 from trainkit_ddpo import prompts, rewards
 
@@ -65,6 +65,27 @@ def test_descriptions_are_compared_with_prompts() -> None:
 
     reward = rewards.llava_bertscore(lambda images, questions: [["a"], ["bc"]], recall)
     assert reward(IMAGES, prompts=["cat", "dog"]) == [1.0, 2.0]
+
+
+def test_names_make_reward_functions_as_in_ddpo_pytorch(tmp_path: Path) -> None:
+    """They are called with images, prompts and metadata, and return a pair; a run calls them with columns, by name."""
+    sizes = rewards.jpeg_incompressibility(IMAGES)
+    made = rewards.jpeg_compressibility()
+    found, info = made(IMAGES, ("a", "b"), ({}, {}))
+    assert (found.tolist(), info) == ([-size for size in sizes], {})
+    assert made(images=IMAGES, prompts=["a", "b"], metadata=[1, 2]) == found.tolist()
+    rows = [{"questions": ["How many?"], "answers": ["two"]}, {"questions": ["How many?"], "answers": ["one"]}]
+    answered = rewards.llava_strict_satisfaction(lambda images, questions: [["two"], ["two"]])
+    assert answered(IMAGES, ["", ""], rows)[0].tolist() == [1.0, 0.0]
+    trainer = tiny_trainer("ddpo", tmp_path, arguments={"reward_fn": made})
+    assert trainer.step([{**trainer.pipeline.take(0, 1)[0]}] * 2)["reward/mean"] < 0
+
+
+@table("make", [rewards.aesthetic_score, rewards.llava_strict_satisfaction, rewards.llava_bertscore])
+def test_a_reward_function_of_a_model_needs_the_model(make: Any) -> None:
+    name = make.__name__
+    with pytest.raises(ConfigError, match=rf"{name}\(\) needs a .*; given None.*give {name}\(FUNCTION\)"):
+        make()
 
 
 def test_lists_of_words_are_files_or_lists(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from trainkit import AccelerateRLTrainer, Row, SamplingConfig, TokenBatch, TRLCo
 from trainkit.errors import ConfigError
 from trainkit.functional import masked_mean, place_scores, token_logprobs, zero_masked
 from trainkit.metrics import Mean, Metrics, Std
-from trainkit.models import Policy, ValueHead, in_chunks, load_heads, load_model, make_policy, state_width
+from trainkit.models import Policy, TokenOutputs, ValueHead, in_chunks, load_heads, load_model, make_policy, state_width
 from trainkit_ilql.config import ILQLConfig, ILQLSampling
 
 log = logging.getLogger(__name__)
@@ -240,24 +240,38 @@ class ILQLTrainer(AccelerateRLTrainer[ILQLConfig]):
         q_loss, v_loss = ilql_losses(
             qs, head["target_q"], head["values"], batch.rewards, mask, tau=method.tau, gamma=method.gamma
         )
-        advantages = (head["target_q"] - head["values"]).detach()
-        weights = awac_weights(advantages, beta=method.beta_awac, limit=method.awac_weight_max)
-        awac = -weights * policy.logprobs
+        awac = -self.weights(policy) * policy.logprobs
         loss = masked_mean(q_loss, mask) + masked_mean(v_loss, mask)
         loss = loss + method.cql_scale * masked_mean(head["cql"], mask) + method.awac_scale * masked_mean(awac, mask)
-        chosen_q = torch.stack(qs).mean(0)
         return loss, {
             "loss/q": Mean.of(q_loss, mask),
             "loss/v": Mean.of(v_loss, mask),
             "loss/cql": Mean.of(head["cql"], mask),
             "loss/awac": Mean.of(awac, mask),
+            **self.statistics(batch, policy),
+        }
+
+    def weights(self, outputs: TokenOutputs) -> Tensor:
+        """Return the weights of the language-model loss, without gradient. -> [B, T]."""
+        return awac_weights(self._advantages(outputs), beta=self.method.beta_awac, limit=self.method.awac_weight_max)
+
+    def statistics(self, batch: ILQLBatch, outputs: TokenOutputs) -> Metrics:
+        """Return metrics of what the policy computed for a micro-batch; override it to add others."""
+        method, mask, head = self.method, batch.sequences.response_mask, outputs.head
+        chosen_q = torch.stack([answer for name, answer in head.items() if name in ("q0", "q1")]).mean(0)
+        return {
             "values/mean": Mean.of(head["values"], mask),
             "values/std": Std.of(head["values"], mask),
             "qvalues/mean": Mean.of(chosen_q, mask),
             "qvalues/std": Std.of(chosen_q, mask),
-            "awac/weight": Mean.of(weights, mask),
-            "awac/clipfrac": Mean.of(method.beta_awac * advantages > math.log(method.awac_weight_max), mask),
+            "awac/weight": Mean.of(self.weights(outputs), mask),
+            "awac/clipfrac": Mean.of(
+                method.beta_awac * self._advantages(outputs) > math.log(method.awac_weight_max), mask
+            ),
         }
+
+    def _advantages(self, outputs: TokenOutputs) -> Tensor:
+        return (outputs.head["target_q"] - outputs.head["values"]).detach()
 
     def after_step(self) -> None:
         """Update the targets after every `steps_for_target_q_sync`-th step."""

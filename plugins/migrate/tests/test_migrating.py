@@ -118,6 +118,10 @@ def test_every_setting_that_a_table_names_exists() -> None:
             {"method__gen_kwargs__temperature": [0.5, 1.0]},
             {"rollout.temperature": 0.5, "rollout.eval_kwargs": {"temperature": [0.5, 1.0]}},
         ),
+        (  # one setting is swept, and others have their first value
+            {"method__gen_kwargs__temperature": [0.5, 1.0], "method__gen_kwargs__top_k": [7, 9]},
+            {"rollout.temperature": 0.5, "rollout.top_k": 7, "rollout.eval_kwargs": {"temperature": [0.5, 1.0]}},
+        ),
         (
             {
                 "method__gen_kwargs": {"do_sample": False, "max_new_tokens": 5},

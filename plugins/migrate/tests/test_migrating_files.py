@@ -45,7 +45,7 @@ PUBLISHED: list[Any] = [
     (
         "trlx_ppo.yml", [], 0,
         {"train.batch_size": 8, "rollout.num_rollouts": 16, "method.ppo_epochs": 4, "train.max_grad_norm": None,
-         "rollout.top_k": 0, "rollout.top_p": 0.7, "rollout.overlong_prompts": "truncate",
+         "rollout.top_k": 0, "rollout.top_p": 0.7, "rollout.overlong_prompts": "truncate_right",
          "model.num_layers_unfrozen": 2},
         [1.412e-4] * 6,
     ),
@@ -56,7 +56,8 @@ PUBLISHED: list[Any] = [
     # transformers samples from the 50 most likely tokens
     (
         "trlx_rft.yml", [], 0,
-        {"method.rft_k": 4, "rollout.top_k": 50, "rollout.temperature": 0.7, "rollout.overlong_prompts": "truncate",
+        {"method.rft_k": 4, "rollout.top_k": 50, "rollout.temperature": 0.7,
+         "rollout.overlong_prompts": "truncate_right",
          "optimizer.lr": 3e-5, "train.total_steps": 4, "train.epochs": 2},
         None,
     ),
@@ -158,17 +159,104 @@ def test_a_published_file_runs(name: str, options: list[str], rates: list[float]
         assert [step["train/lr"] for step in steps if "train/lr" in step] == pytest.approx(rates)
 
 
+@table("side", ["right", "left"])
+def test_long_prompts_of_trlx_lose_the_same_side(side: str, tmp_path: Path) -> None:
+    """trlX calls its tokenizer with ``truncation=True`` and the length that leaves room for a response."""
+    given = yaml.safe_load((FILES / "trlx_ppo.yml").read_text(encoding="utf-8"))
+    given["tokenizer"]["truncation_side"] = side
+    (tmp_path / "trlx.yml").write_text(yaml.safe_dump(given), encoding="utf-8")
+    printed = yaml.safe_load(CliRunner().invoke(app, ["migrate", str(tmp_path / "trlx.yml")]).stdout)
+    tokenizer, prompt = character_tokenizer("ab"), "a" * 40 + "b" * 40
+    here = {**HERE, "train.run_dir": str(tmp_path / "run"), "model.model_path": tiny_gpt2(4, n_positions=512)}
+    config = TRLConfig.from_dict(printed).update(here)
+    trainer: Any = trainkit.get_trainer("ppo")(config, tokenizer=tokenizer, reward_fn=ONLINE["reward_fn"])
+    room = given["train"]["seq_length"] - given["method"]["gen_kwargs"]["max_new_tokens"]
+    theirs = character_tokenizer("ab")
+    theirs.truncation_side = side
+    assert trainer.text.encode(prompt) == theirs(prompt, truncation=True, max_length=room)["input_ids"]
+
+
 def test_remarks_say_what_a_file_does_not() -> None:
     for name, told in (
-        ("trlx_ppo.yml", "not given: tokenizer.truncation_side is 'right' by default"),
         ("accelerate_zero2.yaml", "deepspeed_config.zero_stage: stage 1 becomes zero2"),
         ("deepspeed_zero1.json", "zero_optimization.stage: stage 1 becomes zero2"),
-        ("axolotl_dpo.yml", "optim has no counterpart: given 'paged_adamw_8bit'"),
+        ("axolotl_dpo.yml", "optimizer has no counterpart: given 'paged_adamw_8bit'"),
+        ("axolotl_dpo.yml", "not given: bf16 is 'auto' by default: it is taken as bf16"),
+        ("deepspeed_zero1.json", "scheduler: the rate rises linearly, in DeepSpeed logarithmically"),
         ("axolotl_dpo.yml", "val_set_size has no counterpart: samples are not split"),
         ("axolotl_lora.yml", "datasets: data are an option of the command: --samples teknium/GPT4-LLM-Cleaned"),
         ("axolotl_lora.yml", "datasets: type: alpaca has no effect: give rows with the columns"),
     ):
         assert f"{name}: {told}" in migrated(name).stderr
+
+
+AXOLOTL = {"base_model": "m", "learning_rate": 1e-4}
+SCHEDULED = {"type": "WarmupLR", "params": {"warmup_type": "linear"}}
+
+
+@table(
+    "given, expected",
+    [
+        # what axolotl does without a field: HyperparametersConfig and _set_base_training_args of its source
+        (
+            AXOLOTL,
+            {"train.epochs": 1, "train.batch_size": 1, "train.seq_length": 512, "train.mixed_precision": "bf16",
+             "train.keep_checkpoints": 4, "train.seed": 42, "scheduler.name": "cosine", "optimizer.weight_decay": None},
+        ),
+        ({**AXOLOTL, "max_steps": 50}, {"scheduler.warmup_steps": 2, "train.total_steps": 50, "train.epochs": None}),
+        ({**AXOLOTL, "max_steps": 1000}, {"scheduler.warmup_steps": 30}),
+        ({**AXOLOTL, "max_steps": 9000}, {"scheduler.warmup_steps": 100}),
+        ({**AXOLOTL, "warmup_steps": 5, "max_steps": 9000}, {"scheduler.warmup_steps": 5}),
+        ({**AXOLOTL, "bf16": "auto", "fp16": True}, {"train.mixed_precision": "fp16"}),
+        ({**AXOLOTL, "bf16": True, "fp16": True}, {"train.mixed_precision": "bf16"}),
+        ({**AXOLOTL, "bf16": False}, {"train.mixed_precision": "no"}),
+        (
+            {**AXOLOTL, "cosine_min_lr_ratio": 0.2},
+            {"scheduler.name": "cosine_with_min_lr", "scheduler.kwargs": {"min_lr_rate": 0.2}},
+        ),
+        (
+            {**AXOLOTL, "adapter": "lora", "lora_r": 4, "peft_use_dora": True, "deepspeed": None, "fsdp_config": None},
+            {"model.peft_config": {"peft_type": "LORA", "r": 4, "use_dora": True}},
+        ),
+        (
+            {**AXOLOTL, "rl": "simpo", "simpo_gamma": 1.5, "cpo_alpha": 0.5, "rl_beta": 2.0, "hub_model_id": "me/it"},
+            {"method.name": "cpo", "method.loss_type": "simpo", "method.simpo_gamma": 1.5, "method.cpo_alpha": 0.5,
+             "method.beta": 2.0, "train.push_to_hub": "me/it"},
+        ),
+        ({**AXOLOTL, "rl": "simpo"}, {"method.cpo_alpha": 1.0}),  # the default of TRL's CPOConfig
+        ({**AXOLOTL, "rl": "kto", "kto_desirable_weight": 0.2}, {"method.name": "kto", "method.desirable_weight": 0.2}),
+        ({**AXOLOTL, "reward_model": True}, {"method.name": "reward"}),
+        ({**AXOLOTL, "use_tensorboard": True}, {"train.trackers": ["tensorboard"]}),
+        # DeepSpeed: Adam is AdamW, rates of the schedule count before that of the optimizer, nothing is clipped
+        (
+            {"zero_optimization": {"stage": 2}, "optimizer": {"type": "Adam", "params": {"lr": 1e-4}}},
+            {"optimizer.name": "adamw", "optimizer.lr": 1e-4, "train.max_grad_norm": None},
+        ),
+        (
+            {"zero_optimization": {}, "optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}},
+            {"optimizer.name": "adam"},
+        ),
+        ({"zero_optimization": {}, "scheduler": SCHEDULED}, {"scheduler.name": "constant", "optimizer.lr": None}),
+        (
+            {"zero_optimization": {}, "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 90}}},
+            {"scheduler.name": "linear", "scheduler.warmup_steps": 1000, "train.total_steps": 90, "optimizer.lr": 1e-3},
+        ),
+        (
+            {"zero_optimization": {}, "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 7}}},
+            {"scheduler.name": "cosine_with_min_lr", "scheduler.warmup_steps": 7,
+             "scheduler.kwargs": {"min_lr_rate": 1e-4}},
+        ),
+    ],
+)  # fmt: skip
+def test_fields_of_axolotl_and_deepspeed_mean_what_they_mean_there(
+    given: dict[str, Any], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "given.json").write_text(json.dumps(given), encoding="utf-8")
+    result = CliRunner().invoke(app, ["migrate", str(tmp_path / "given.json")])
+    assert result.exit_code == 0, result.stderr
+    printed = yaml.safe_load(result.stdout)
+    found = {path: printed.get(path.split(".")[0], {}).get(path.split(".")[1]) for path in expected}
+    assert found == expected
 
 
 def test_a_file_that_two_versions_of_trl_could_have_is_said_to_be_of_the_newer(tmp_path: Path) -> None:
@@ -186,7 +274,9 @@ def test_a_file_that_two_versions_of_trl_could_have_is_said_to_be_of_the_newer(t
     [
         (
             "trlx_script.py",
-            ["10: train.trainer has no counterpart: trainkit has no NeMo", "11: num_beams has no counterpart"],
+            ["3: trainkit_trlx has no 'default_nemo_1_3b_config' in 'trlx.data.default_configs': trainkit has no NeMo",
+             "6: optimizer.name has no counterpart: write adamw",
+             "11: train.trainer has no counterpart: trainkit has no NeMo", "12: num_beams has no counterpart"],
         ),
         (
             "trl08_script.py",

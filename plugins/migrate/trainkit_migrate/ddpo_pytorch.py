@@ -49,7 +49,8 @@ def adapter(value: Any, _context: Context) -> Settings:
 
 def prompts(value: Any, context: Context) -> Settings:
     """Say that prompts are an option of the command."""
-    has = f"; trainkit_ddpo.prompts.{value} returns them as a list" if value in PROMPTS else ""
+    name = "from_file" if value == "simple_animals" else value
+    has = f"; trainkit_ddpo.prompts.{name} returns them as a list" if name in PROMPTS else ""
     context.remarks.append(f"write what {value!r} draws from to a file, and give the option --prompts FILE{has}")
     return {}
 

@@ -202,6 +202,9 @@ def _refused_settings(tree: ast.AST, name: str) -> Iterator[str]:
         cls = _called(node)
         if isinstance(node, ast.Call) and cls in sections:
             given = {f"{sections[cls]}.{each.arg}": each.value for each in node.keywords if each.arg}
+        elif isinstance(node, ast.Call) and cls == "evolve":  # of a configuration, with a mapping for each section
+            changes = [(section, _items(each)) for section, each in _sections(node, homes)]
+            given = {f"{section}.{key.value!s}": value for section, items in changes for key, value in items}
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
             path = ".".join(ast.unparse(node.targets[0]).split(".")[-2:])
             given = {path: node.value} if path in about.settings else {}
@@ -215,6 +218,12 @@ def _refused_settings(tree: ast.AST, name: str) -> Iterator[str]:
     for node in ast.walk(tree):
         if id(node) not in seen and isinstance(node, ast.Dict | ast.Call):
             yield from _refused_sampling(node)
+
+
+def _sections(node: ast.Call, homes: set[str]) -> list[tuple[str, ast.Dict | ast.Call]]:
+    """Return the sections that a call changes, with their mappings."""
+    given = [(str(each.arg), each.value) for each in node.keywords if each.arg in homes]
+    return [(name, value) for name, value in given if isinstance(value, ast.Dict) or _called(value) == "dict"]  # type: ignore[misc]
 
 
 def _called(node: ast.AST) -> str:
@@ -312,9 +321,10 @@ def _missing(node: ast.Import | ast.ImportFrom, peer: str) -> Iterator[str]:
             yield f"{node.lineno}: {about.adapter} has no module {module.partition('.')[2]!r}{_because(reasons)}"
             continue
         for name in names:
-            if name != "*" and name not in known and _names(f"{about.adapter}.{name}") is None:
-                said = _because([instead(peer, f"{module}.{name}")]) or suggest(name, known)
-                yield f"{node.lineno}: {about.adapter} has no {name!r} in {module!r}{said}"
+            said = instead(peer, f"{module}.{name}")  # also of a function that says so when it is called
+            if said or (name != "*" and name not in known and _names(f"{about.adapter}.{name}") is None):
+                why = _because([said]) or suggest(name, known)
+                yield f"{node.lineno}: {about.adapter} has no {name!r} in {module!r}{why}"
 
 
 def _because(said: list[str]) -> str:

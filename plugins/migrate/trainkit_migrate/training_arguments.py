@@ -200,6 +200,8 @@ def sharding(stage: Any, context: Context) -> str:
 
 def deepspeed(value: Any, context: Context) -> Settings:
     """Return the sharding that a configuration of DeepSpeed asks for."""
+    if not value:
+        return {}
     if not isinstance(value, dict):
         raise RefusedError(
             f"given {value!r}, which trainkit migrate translates by itself; write train.sharding: zero2 or zero3, by "
@@ -225,6 +227,8 @@ def fsdp(value: Any, context: Context) -> Settings:
 
 def fsdp_settings(value: Any, _context: Context) -> Settings:
     """Return nothing: what transformers fills in has no effect, and other settings are refused."""
+    if not value:
+        return {}
     if not isinstance(value, dict):
         raise RefusedError(f"given {value!r}, which trainkit does not read; write train.sharding: fsdp2 ({LAUNCH})")
     usual = {"reshard_after_forward": True}

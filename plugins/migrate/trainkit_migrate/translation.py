@@ -71,6 +71,9 @@ def translate(name: str, given: Mapping[str, Any], *, processes: int = 1, rows: 
         if not found.refused:
             found.refused.append(Remark("the file", f"has a value that cannot be converted ({error}); see the others"))
     found.remarks += [Remark("not given", text) for text in context.remarks]
+    theirs = {ours: name for name, ours in getattr(about.functions, "RENAMED", {}).items()}
+    for said in (found.remarks, found.refused):
+        said[:] = [Remark(theirs.get(each.field, each.field), each.text) for each in said]
     found.config.pop("eval", None)
     return found
 

@@ -99,23 +99,10 @@ def reward_bound(value: Any, _context: Context) -> Settings:
 
 
 def truncation(value: Any, context: Context) -> Settings:
-    """Return what is done with prompts that are too long: trlX truncated them. Samples lose the same side."""
+    """Return the side of prompts and samples that is cut; reward functions of trainkit see whole prompts."""
     if _method(context) not in ONLINE:
         return {}
-    if value != "left":
-        context.remarks.append("prompts that are too long lose their end in trlX, and their beginning in trainkit")
-    return {"rollout.overlong_prompts": "truncate"}
-
-
-def _truncated(context: Context) -> Settings:
-    """Return that prompts are truncated, as they are in trlX without a field for it, and say which end is lost."""
-    if context.get("tokenizer.truncation_side") or _method(context) not in ONLINE:
-        return {}
-    context.remarks.append(
-        "tokenizer.truncation_side is 'right' by default, and prompts that are too long lose their end; with "
-        "rollout.overlong_prompts: truncate they lose their beginning"
-    )
-    return {"overlong_prompts": "truncate"}
+    return {"rollout.overlong_prompts": "truncate" if value == "left" else "truncate_right"}
 
 
 def trackers(value: Any, context: Context) -> Settings:
@@ -143,7 +130,9 @@ def implied(config: Settings, context: Context) -> Settings:
         own["tokenizer.kwargs"] = {**config.get("tokenizer", {}).get("kwargs", {}), "truncation_side": "left"}
     if _method(context) == "ppo":
         own["method.ratio_threshold"] = None
-    rollout = {**sampled(config, context), **_truncated(context)}
+    rollout = sampled(config, context)
+    if _method(context) in ONLINE:  # trlX cuts prompts without a field for it, too, on the right by default
+        rollout.setdefault("overlong_prompts", "truncate_right")
     if _method(context) == "rft":
         shared = context.processes * context.get("method.n_generations_per_prompt", 32)
         rollout["num_rollouts"] = shared * math.ceil(128 / shared)
@@ -183,6 +172,10 @@ def sampled(config: Settings, context: Context) -> Settings:
         unset = {"temperature": 0.0} if greedy else {"top_k": 50}
     given = {**unset, **evaluated}
     differ = {name: value for name, value in given.items() if isinstance(value, list) and not name.startswith("stop_")}
+    swept = [name for name in context.get("method.gen_kwargs", {}) if name in differ]
+    for name in swept[1:]:  # as in trlX
+        given[name] = differ.pop(name)[0]
+        context.remarks.append(f"one setting of gen_kwargs is swept, {swept[0]}; {name} is {given[name]}")
     if context.get("method.gen_experience_kwargs"):
         return {"top_k": 50, **rollout, "eval_kwargs": given}
     if given.get("temperature") == 0:  # of evaluations alone, as beta, which the section does not have

@@ -236,9 +236,16 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
             "policy/approx_kl": Mean.of(ratio - 1 - log_ratio, mask),
             # where the clipped term is the larger one, so that the gradient is 0
             "policy/clipfrac": Mean.of(policy > -batch.advantages * ratio, mask),
-            "values/predicted": Mean.of(new.values, mask),
-            "values/error": Mean.of((new.values - batch.returns) ** 2, mask),
             "values/clipfrac": Mean.of(value > 0.5 * (new.values - batch.returns) ** 2, mask),
+            **self.statistics(batch, new),
+        }
+
+    def statistics(self, batch: PPOBatch, outputs: TokenOutputs) -> Metrics:
+        """Return metrics of what the policy computed for a micro-batch; override it to add others."""
+        mask = batch.sequences.response_mask
+        return {
+            "values/predicted": Mean.of(outputs.values, mask),
+            "values/error": Mean.of((outputs.values - batch.returns) ** 2, mask),
         }
 
     def judge(self, metrics: Mapping[str, float]) -> Verdict:

@@ -317,6 +317,8 @@ def test_overlong_prompts_are_refused_truncated_or_dropped_as_the_settings_say(m
     found = facts(*given, "--row", "1", "rollout.overlong_prompts=truncate")
     assert (found["findings"]["truncated"]["rows"], found["tokens_lost"]) == ([1], 45)
     assert found["example"] == {"prompt": [["aaaaaend", False]]}
+    right = facts(*given, "--row", "1", "rollout.overlong_prompts=truncate_right")
+    assert right["example"] == {"prompt": [["aaaaaaaa", False]]}
     assert "1 row too long and dropped" in checked(*given, "rollout.overlong_prompts=drop")
     only = written(tmp_path / "b.jsonl", [{"prompt": "a" * 50}])
     assert "all 1 prompts are longer than 8" in checked(only, *given[1:], "rollout.overlong_prompts=drop", code=1)

@@ -111,7 +111,7 @@ class Reading:
     """Whether the model reads prompt and output separately."""
     ends: tuple[int, ...] = ()
     """Token ids at which responses end, besides the tokenizer's EOS."""
-    overlong: Literal["error", "truncate", "drop"] = "error"
+    overlong: Literal["error", "truncate", "truncate_right", "drop"] = "error"
     """How prompts are handled that are too long, `rollout.overlong_prompts`."""
     needed: bool = True
     """Whether rows that are prompts need one; an environment may give it."""
@@ -245,7 +245,8 @@ class _Inspector:
             lost = lost_by_truncation(
                 reading.tokenizer, pairs=reading.kind == "pairs", is_encoder_decoder=reading.is_encoder_decoder
             )
-            self.found.lost = "prompts lose their beginning" if reading.kind == "prompts" else lost
+            side = "end" if reading.overlong == "truncate_right" else "beginning"
+            self.found.lost = f"prompts lose their {side}" if reading.kind == "prompts" else lost
             self.prompts = [
                 PromptEncoder(self.ahead, limit, reading.overlong, ends=reading.is_encoder_decoder)
                 for limit in (None, reading.limit)
@@ -511,7 +512,7 @@ class _Inspector:
             whole = self.prompts[0](prompt, f"prompt {index}")
             _note(self.lengths, prompt=len(whole))
             overlong, limit = self.reading.overlong, self.reading.limit
-            if limit is not None and len(whole) > limit and overlong != "truncate":
+            if limit is not None and len(whole) > limit and not overlong.startswith("truncate"):
                 self._find("dropped" if overlong == "drop" else "no room", index)
                 if overlong == "drop":
                     return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +18,15 @@ import trainkit_trlx as trlx
 from tables import table
 from trainkit.errors import CheckpointError, ConfigError, DataError, RewardError
 from trainkit.testing import character_tokenizer
-from trainkit_trlx.data.configs import TRLConfig
+from trainkit_migrate import framework, instead
+from trainkit_trlx.data import default_configs
+from trainkit_trlx.data.configs import TrainConfig, TRLConfig
 from trainkit_trlx.data.default_configs import default_ilql_config, default_ppo_config, default_sft_config
 from trainkit_trlx.data.method_configs import get_method
+from trainkit_trlx.models.modeling_ppo import PPOConfig
 from trainkit_trlx.trainer.accelerate_ppo_trainer import AcceleratePPOTrainer
 from trainkit_trlx.trainer.accelerate_sft_trainer import AccelerateSFTTrainer
+from trainkit_trlx.trainer.computed import ABSENT
 from trainkit_trlx.utils.loading import get_pipeline, get_trainer
 
 MODEL = GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=10, n_positions=32)
@@ -117,6 +122,16 @@ CASES: dict[str, tuple[Callable[[Case], Any], type[Exception], str]] = {
         ConfigError,
         r"train\.orchestrator is no setting: trainers sample by themselves.*remove it",
     ),
+    "the same as an argument of a class": (
+        lambda _: TrainConfig(**{**plain()["train"], "orchestrator": "PPOOrchestrator"}),
+        ConfigError,
+        r"train\.orchestrator is no setting: trainers sample by themselves",
+    ),
+    "an argument of a method's class": (
+        lambda _: PPOConfig(**plain()["method"], num_topk_samples=1),
+        ConfigError,
+        r"method\.num_topk_samples is no setting; method has name, ppo_epochs",
+    ),
     "a place of an earlier version": (
         changed(model__tokenizer_path="gpt2"),
         ConfigError,
@@ -200,6 +215,11 @@ CASES: dict[str, tuple[Callable[[Case], Any], type[Exception], str]] = {
         lambda t: t.made().kl_ctrl,
         AttributeError,
         r"AcceleratePPOTrainer has no attribute 'kl_ctrl'; did you mean 'kl_ctl'\?",
+    ),
+    "an attribute that trlX's trainers have": (
+        lambda t: t.made().mean_kl,
+        AttributeError,
+        r"AcceleratePPOTrainer has no attribute 'mean_kl': history\['policy/kl'\] has the KL of each collection$",
     ),
     "text in the place of ids": (
         lambda t: t.made().generate("abc"),
@@ -465,6 +485,42 @@ def test_a_mask_is_refused_before_anything_is_trained_or_sampled(
 def test_a_module_that_is_lacking_says_what_to_use_instead(module: str, words: str) -> None:
     with pytest.raises(ImportError, match=rf"No module named 'trainkit_trlx\..*{words}"):
         importlib.import_module(f"trainkit_trlx.{module}")
+
+
+ATTRIBUTES = {
+    "": "config reward_fn metric_fn train_mode logit_mask stop_sequences max_length mb_size num_mb mb_count "
+    "accelerator model opt scheduler tokenizer nth_evaluation generate_sweep_kwarg generate_kwargs "
+    "generate_experience_kwargs store eval_dataloader eval_pipeline total_steps iter_count n_inner_epochs "
+    "repeat_interleave",
+    "ppo": "log_rollouts ref_model kl_ctl running_moments ref_mean ref_std run_id rollout_logging_dir prompt_iterator "
+    "train_dataloader n_updates_per_batch mean_kl",
+    "ilql": "ilql train_dataloader",
+    "rft": "epoch_count generations_per_prompt prompt_dataloader",
+}
+"""The attributes that the methods of trlX's trainers set."""
+
+
+@table("method", ["ppo", "ilql", "sft", "rft"])
+def test_attributes_of_trlx_exist_or_say_what_to_read(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    character_tokenizer("abcdefgh").save_pretrained("letters")
+    config = Case().config(getattr(default_configs, f"default_{method}_config"))
+    trainer = get_trainer(config.train.trainer)(config, **({"reward_fn": rewards} if method in ("ppo", "rft") else {}))
+    for name in f"{ATTRIBUTES['']} {ATTRIBUTES.get(method, '')}".split():
+        if name in ABSENT:
+            with pytest.raises(AttributeError, match=f"no attribute '{name}': "):
+                getattr(trainer, name)
+        else:
+            assert hasattr(trainer, name), name
+
+
+@table("path", [path for path, name in framework("trlx").names.items() if name.kind != "mapped"])
+def test_a_name_that_is_lacking_says_what_to_use_instead(path: str) -> None:
+    module, _, name = path.replace("trlx", "trainkit_trlx", 1).rpartition(".")
+    with pytest.raises((ImportError, NotImplementedError), match=re.escape(instead("trlx", path)[:40])):
+        getattr(importlib.import_module(module), name)()  # functions that are lacking say it when they are called
 
 
 def test_a_module_that_trlx_has_not_either_is_not_found() -> None:

@@ -105,6 +105,17 @@ def test_changes_of_fields_that_do_not_exist_are_refused(changes: dict[str, Any]
         TRLConfig.update(default_ppo_config(), changes)
 
 
+def test_a_method_of_ones_own_may_take_other_arguments_than_its_fields() -> None:
+    class Doubled(MethodConfig):
+        def __init__(self, half: float) -> None:
+            super().__init__("Doubled")
+            self.whole = 2 * half
+
+    assert Doubled(half=2.0).whole == 4.0
+    with pytest.raises(ConfigError, match=r"method\.third is no setting; method has name"):
+        Doubled(third=2.0)  # type: ignore[call-arg]
+
+
 @table("default", [default_ppo_config, default_ilql_config, default_sft_config, default_rft_config])
 def test_the_defaults_of_trlx_are_configurations_of_trainkit(default: Any) -> None:
     config = default()
@@ -186,8 +197,24 @@ def test_ppo_loss_has_its_golden_numbers() -> None:
         "losses/value_loss": 0.132985,
         "losses/total_loss": 0.156496,
         "policy/clipfrac": 0.0,
+        "policy/approx_kl": 0.024342,
         "ratio": 0.944342,
         "padding_percentage": 1 / 6,
+        "values/mean": 0.36,
+        "values/min": -0.2,
+        "values/max": 0.8,
+        "values/std": 0.392938,
+        "values/values_error": 0.2125,
+        "values/values_mape_error": 0.621183,
+        "values/clipfrac": 0.4,
+        "old_values/mean": 0.3,
+        "old_values/min": 0.1,
+        "old_values/max": 0.5,
+        "old_values/std": 0.141421,
+        "returns/mean": 0.75735,
+        "returns/min": 0.285,
+        "returns/max": 1.03675,
+        "returns/std": 0.306400,
     }
     assert {name: stats[name] for name in golden} == pytest.approx(golden, abs=1e-5)
     assert loss.item() == pytest.approx(0.156496, abs=1e-5)
@@ -512,9 +539,11 @@ def test_metrics_are_logged_by_the_names_of_trlx(tmp_path: Path) -> None:
     trainer.learn(log_fn=logged.append, eval_fn=evaluated.append)
     ours = {
         *("losses/total_loss", "losses/policy_loss", "losses/value_loss", "policy/sqrt_kl", "policy/kl_per_token"),
-        *("policy/approx_kl", "policy/clipfrac", "ratio", "kl_ctl_value", "values/mean", "values/values_error"),
-        *("old_values/mean", "returns/mean", "rollout_scores/mean", "rollout_scores/std", "learning_rate_group_0"),
+        *("policy/approx_kl", "policy/clipfrac", "ratio", "kl_ctl_value", "values/values_error"),
+        *("rollout_scores/mean", "rollout_scores/std", "learning_rate_group_0"),
         *("rollout_scores/running_mean", "rollout_scores/running_std", "time/rollout_time", "time/rollout_score"),
+        *(f"{name}/{of}" for name in ("values", "old_values", "returns") for of in ("mean", "min", "max", "std")),
+        *("values/clipfrac", "values/values_mape_error", "padding_percentage"),
     }
     step = next(metrics for metrics in logged if "losses/total_loss" in metrics)
     assert ours - step.keys() == set()

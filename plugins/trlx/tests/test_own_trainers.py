@@ -22,7 +22,7 @@ from trainkit_trlx.data.default_configs import (
     default_rft_config,
     default_sft_config,
 )
-from trainkit_trlx.data.ilql_types import ILQLBatch
+from trainkit_trlx.data.ilql_types import ILQLBatch, ILQLSeq2SeqBatch
 from trainkit_trlx.data.method_configs import register_method
 from trainkit_trlx.data.ppo_types import PPORLBatch, PPORLElement
 from trainkit_trlx.models.modeling_ppo import AutoModelForCausalLMWithHydraValueHead, PPOConfig
@@ -123,6 +123,62 @@ def test_a_loss_of_ones_own_is_trained(method: str, tmp_path: Path, monkeypatch:
     torch.testing.assert_close(weights(run(small(default, train={"trainer": "mine"}))), weights(untrained(default)))
 
 
+def test_statistics_of_ppo_are_those_of_its_loss_on_the_batch() -> None:
+    """`PPOConfig.loss` has golden numbers; what `learn` logs is averaged over micro-batches."""
+    sampling = {"max_new_tokens": 6, "eos_token_id": [0, 3]}
+    config = small(default_ppo_config, method={"gen_kwargs": sampling, "num_rollouts": 8, "chunk_size": 8})
+    trainer: Any = AcceleratePPOTrainer(config, reward_fn=rewards)
+    trainer.add_prompt_pipeline(["b", "c", "bc", "d"] * 2)
+    trainer.make_experience(8)
+    trainer.store.history[0].values += 0.4  # beyond the clipping range
+    batch = next(iter(trainer.store.create_loader(8, shuffle=False)))
+    tokens = torch.cat([batch.query_tensors, batch.response_tensors], 1)
+    mask = batch.logprobs != 0  # EOS is the padding token too
+    real = torch.cat([batch.query_tensors != trainer.tokenizer.pad_token_id, mask], 1)
+    logits, *_, values = trainer.model(tokens, attention_mask=real, position_ids=(real.cumsum(1) - 1).clamp(min=0))
+    begin = batch.query_tensors.shape[1] - 1
+    advantages, returns = trainer.config.method.get_advantages_and_returns(batch.values, batch.rewards, mask.shape[1])
+    _, expected = trainer.config.method.loss(
+        logprobs=logprobs_of_labels(logits[:, :-1], tokens[:, 1:])[:, begin:],
+        values=values[:, begin:-1],
+        old_logprobs=batch.logprobs,
+        old_values=batch.values,
+        advantages=advantages,
+        returns=returns,
+        mask=mask,
+    )
+    assert 0 < expected["padding_percentage"] < 1
+    assert expected["values/std"] != expected["old_values/std"]
+    _, stats = trainer.loss(batch)
+    whitened = ("losses/policy_loss", "losses/total_loss")  # over padding there
+    compared = [name for name in expected if name not in whitened]
+    assert {name: stats[name] for name in compared} == pytest.approx({n: expected[n] for n in compared}, abs=1e-5)
+
+
+def test_statistics_of_ilql_are_those_of_its_loss_on_the_batch() -> None:
+    trainer: Any = AccelerateILQLTrainer(small(default_ilql_config, method={"beta": 0.5}))
+    trainer.make_experience([["a", "bc"], ["b", "cde"]] * 2, [0.0, 1.0, 2.0, 3.0], 16)
+    batch = next(iter(trainer.store.create_loader(4)))
+    for name, parameter in trainer.model.ilql_heads.named_parameters():  # they begin with zeros
+        torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(len(name)))
+    arguments = ("input_ids", "attention_mask", "actions_ixs", "states_ixs")
+    logits, qs, target_qs, vs, *_ = trainer.model(**{name: getattr(batch, name) for name in arguments})
+    _, expected = trainer.config.method.loss((logits, (qs, target_qs, vs)), batch)
+    _, stats = trainer.loss(batch)
+    assert {"qvalues/0/min", "qvalues/1/std", "awac_weight/max", "values/mean", "losses/loss_q"} <= expected.keys()
+    assert {name: stats[name] for name in expected} == pytest.approx(expected, abs=1e-5)
+
+
+def test_statistics_of_rft_are_those_of_all_responses_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    enter(tmp_path, monkeypatch)
+    trainer = run(small(default_rft_config))
+    pools = [score for pool in trainer.trainer.pools.values() for score in pool.values()]
+    logged = [trainer.trainer.history[f"trlx/{name}"] for name in ("scores_mean", "len_samples_selected")]
+    assert [*logged[0].values()][-1] == pytest.approx(sum(pools) / len(pools))
+    assert [*logged[1].values()][-1] <= len(pools)
+    assert trainer.named({"trlx/scores_mean": 1.0, "loss/total": 2.0}) == {"scores_mean": 1.0, "loss": 2.0}
+
+
 def test_responses_of_an_encoder_decoder_begin_with_its_start_token() -> None:
     """As in trlX, where decoder inputs are responses; numbers are those of the tokens after it."""
     t5 = T5Config(vocab_size=10, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=7)
@@ -145,14 +201,34 @@ def test_responses_of_an_encoder_decoder_begin_with_its_start_token() -> None:
     assert torch.equal(again.response_tensors, batch.response_tensors)
     torch.testing.assert_close(again.rewards, batch.rewards)
 
-    class Ilql(AccelerateILQLTrainer):
-        def loss(self, batch: Any) -> Any:
-            return super().loss(batch)
 
-    trainer = Ilql(small(default_ilql_config).evolve(model=seq2seq))
-    trainer.make_experience(DIALOGUES, [0.0, 1.0] * 8)
-    with pytest.raises(ConfigError, match="derives from AccelerateRLTrainer can make ILQLSeq2SeqRolloutStorage"):
-        trainer.learn()
+def test_batches_of_ilql_have_the_decoder_inputs_of_an_encoder_decoder() -> None:
+    """They begin with the start token, so that every token of an output is an action."""
+    t5 = T5Config(vocab_size=10, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=7)
+    seq2seq = {"model_path": t5, "model_arch_type": "seq2seq"}
+    compared: list[Any] = []
+
+    @register_trainer
+    class OfT5(AccelerateILQLTrainer):
+        def loss(self, batch: ILQLSeq2SeqBatch) -> Any:
+            names = ("input_ids", "attention_mask", "decoder_input_ids", "actions_ixs", "states_ixs")
+            logits, qs, target_qs, vs, *_ = self.model(**{name: getattr(batch, name) for name in names})
+            _, expected = self.config.method.loss((logits, (qs, target_qs, vs)), batch)  # type: ignore[attr-defined]
+            loss, stats = super().loss(batch)
+            compared.append((stats, expected))
+            return loss, stats
+
+    usual = run(small(default_ilql_config).evolve(model=seq2seq))
+    same = run(small(default_ilql_config, train={"trainer": "OfT5"}).evolve(model=seq2seq))
+    torch.testing.assert_close(weights(same), weights(usual), atol=1e-6, rtol=0)
+    for stats, expected in compared:
+        assert {name: stats[name] for name in expected} == pytest.approx(expected, abs=1e-5)
+    engine = same.trainer
+    batch = engine.as_trlx(engine.make_experience(engine.pipeline.take(0, 4)))
+    again = engine.as_trlx(engine.from_trlx(batch))
+    assert all(torch.equal(getattr(again, name), value) for name, value in vars(batch).items())
+    with pytest.raises(ConfigError, match="the model is an encoder-decoder; give its samples as text"):
+        _ = same.store
 
 
 def test_push_to_store_of_ones_own_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,8 +272,11 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_not_stopped(
     trainer.add_prompt_pipeline(["b", "c"] * 4)
     with pytest.raises(KeyboardInterrupt):
         trainer.learn(log_fn=fail)
-    resumed = run(config.evolve(train={"resume_from_checkpoint": "auto"}))
+    where = "auto" if store else "again/checkpoint_3"  # trlX's name of a checkpoint
+    resumed = run(config.evolve(train={"resume_from_checkpoint": where}))
     assert torch.equal(weights(resumed), weights(whole))
+    ours, theirs = resumed.running_moments, whole.running_moments
+    assert (ours.count, ours.mean, ours.std) == (theirs.count, theirs.mean, theirs.std)
 
 
 def untrained(default: Callable[[], TRLConfig]) -> Any:
@@ -261,6 +340,15 @@ def test_methods_of_a_trainer_of_ones_own_are_called_as_in_trlx() -> None:
     assert torch.equal(loaded.transformer.wte.weight, trainer.model.base_model.transformer.wte.weight)
     best = AutoModelForCausalLM.from_pretrained("run/best_checkpoint/hf_model")
     assert (best.config.n_embd, trainer.iter_count) == (16, 8)
+
+
+def test_the_store_of_sft_has_strings_as_they_are_trained_on() -> None:
+    trainer = AccelerateSFTTrainer(small(default_sft_config))
+    trainer.make_experience(["abc", "cb"], 16)
+    rows = trainer.trainer.make_experience(trainer.trainer.pipeline.take(0, 2))
+    trained = [ids[real].tolist() for ids, real in zip(rows.input_ids, rows.attention_mask, strict=True)]
+    assert sorted(trained) == sorted(item["input_ids"] for item in trainer.store)
+    assert trained[0][-1] == trainer.tokenizer.eos_token_id
 
 
 def test_an_epoch_of_samples_is_one_pass() -> None:

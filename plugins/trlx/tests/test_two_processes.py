@@ -81,7 +81,8 @@ trainer = trlx.train(
 )
 said["plain"] = numbers(trainer.accelerator.unwrap_model(trainer.model))
 said["count"] = trainer.evaluate()["metrics/count"]
-print("said", json.dumps(said))
+with open(f"said-{world}-{os.environ.get('RANK', 0)}.json", "w") as file:  # lines of processes can run together
+    json.dump(said, file)
 """
 
 
@@ -92,7 +93,8 @@ def run(directory: Path, *command: str) -> list[dict[str, Any]]:
         cwd=directory, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-6000:]
-    return [json.loads(line.removeprefix("said ")) for line in done.stdout.splitlines() if line.startswith("said ")]
+    world = 2 if command else 1
+    return [json.loads((directory / f"said-{world}-{rank}.json").read_text()) for rank in range(world)]
 
 
 @pytest.mark.slow

@@ -3,10 +3,11 @@
 Configurations are those of trlX and are translated; everything that computes is trainkit's.
 """
 
-from trainkit_migrate import refuse_modules
+from trainkit_migrate import refuse_modules, refusing
 from trainkit_trlx.trlx import train
 from trainkit_trlx.utils import logging
 
 __all__ = ["logging", "train"]
 
 refuse_modules(__name__)
+__getattr__ = refusing(__name__)

@@ -1,8 +1,9 @@
 import trlx
 from trlx.data.configs import TRLConfig
-from trlx.data.default_configs import default_ppo_config
+from trlx.data.default_configs import default_nemo_1_3b_config, default_ppo_config
 
-default_config = default_ppo_config()
+LARGER = default_nemo_1_3b_config
+default_config = default_ppo_config().evolve(optimizer=dict(name="adamw_8bit_bnb"), train={"seed": 3})
 
 
 def main(hparams={}):

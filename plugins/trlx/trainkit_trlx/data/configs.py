@@ -6,8 +6,10 @@ import copy
 import json
 import logging
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Self
 
 import yaml
@@ -15,7 +17,7 @@ import yaml
 import trainkit
 from trainkit.errors import ConfigError, describe, suggest
 from trainkit_migrate import Translation, translate
-from trainkit_trlx.data.method_configs import MethodConfig, checked, get_method
+from trainkit_trlx.data.method_configs import MethodConfig, check_arguments, checked, get_method
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +40,11 @@ def own_class(cls: type[Any]) -> type[Any]:
 class Section:
     """What the sections have in common."""
 
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        """Refuse fields that the section does not have."""
+        check_arguments(cls, section_name(cls), given)
+        return super().__new__(cls)
+
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Self:
         """Return the section with these fields.
@@ -45,7 +52,12 @@ class Section:
         Raises:
             ConfigError: one of them does not exist, or one is missing.
         """
-        return cls(**checked(cls, cls.__name__.removesuffix("Config").lower(), config))
+        return cls(**checked(cls, section_name(cls), config))
+
+
+def section_name(cls: type[Any]) -> str:
+    """Return the name of the section that a class is of."""
+    return own_class(cls).__name__.removesuffix("Config").lower()
 
 
 @dataclass
@@ -216,8 +228,7 @@ class TRLConfig:
         if found.refused:
             raise ConfigError("settings of trlX without counterpart:\n  " + "\n  ".join(map(str, found.refused)))
         for remark in found.remarks:
-            if remark.field != "tokenizer.truncation_side":  # trainers cut prompts themselves
-                say_once(str(remark))
+            say_once(str(remark))
         method = found.config.get("method", {}).get("name", "ppo")
         return trainkit.default_config(method).evolve(**found.config)
 
@@ -234,10 +245,20 @@ class TRLConfig:
         best = given["train"].pop("save_best") if measured else False
         if not isinstance(given["model"]["model_path"], str):
             given["model"].pop("model_path")  # a config or model object, which `train` passes on
+        given["train"]["resume_from_checkpoint"] = of_this_run(self.train.resume_from_checkpoint)
         found = translate("trlx", given, processes=int(os.environ.get("WORLD_SIZE", 1)))
         if measured:
             found.set("train.save_best", best)
         return found
+
+
+def of_this_run(checkpoint: str | None) -> str | None:
+    """Return the checkpoint of trainkit for one named as in trlX, ``checkpoint_<step>``, if there is one beside it."""
+    name = re.fullmatch(r"checkpoint_0*(\d+)", Path(checkpoint or "").name)
+    if checkpoint is None or name is None:
+        return checkpoint
+    found = Path(checkpoint).parent / "checkpoints" / f"step_{int(name[1]):08d}"
+    return str(found) if found.is_dir() else checkpoint
 
 
 _said: set[str] = set()

@@ -147,12 +147,13 @@ class ILQLConfig(MethodConfig):
         loss_awac = mean(-_logprobs(logits, actions) * awac_weight)
         loss = loss_q + loss_v + self.cql_scale * loss_cql + self.awac_scale * loss_awac
         losses = {"loss": loss, "loss_q": loss_q, "loss_v": loss_v, "loss_cql": loss_cql, "loss_awac": loss_awac}
-        stats = {
-            "losses": {name: value.item() for name, value in losses.items()},
-            "values": get_tensor_stats(v, mask, count),
-            "qvalues": {str(i): get_tensor_stats(chosen(q), mask, count) for i, q in enumerate(qs)},
-            "awac_weight": get_tensor_stats(awac_weight, mask, count),
-        }
+        with torch.no_grad():
+            stats = {
+                "losses": {name: value.item() for name, value in losses.items()},
+                "values": get_tensor_stats(v, mask, count),
+                "qvalues": {str(i): get_tensor_stats(chosen(q), mask, count) for i, q in enumerate(qs)},
+                "awac_weight": get_tensor_stats(awac_weight, mask, count),
+            }
         return loss, {name: float(value) for name, value in flatten_dict(stats).items()}
 
 

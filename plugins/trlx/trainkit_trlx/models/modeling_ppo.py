@@ -126,7 +126,8 @@ class PPOConfig(MethodConfig):
         loss = policy_loss + self.vf_coef * value_loss
         with torch.no_grad():
             clipped = surrogate > -advantages * ratio
-            moved = (values - old_values).abs() > self.cliprange_value
+            squared = (values - returns) ** 2
+            clipped_values = value_losses > 0.5 * squared  # where clipping makes the loss larger
             stats = {
                 "losses": {
                     "total_loss": loss.item(),
@@ -135,8 +136,9 @@ class PPOConfig(MethodConfig):
                 },
                 "values": {
                     **_stats(values, mask),
-                    "values_error": F.masked_mean((values - returns) ** 2, mask).item(),
-                    "clipfrac": F.masked_mean(moved.float(), mask).item(),
+                    "values_error": F.masked_mean(squared, mask).item(),
+                    "values_mape_error": F.masked_mean(relative_error(values, returns), mask).item(),
+                    "clipfrac": F.masked_mean(clipped_values.float(), mask).item(),
                 },
                 "old_values": _stats(old_values, mask),
                 "returns": _stats(returns, mask),
@@ -148,6 +150,11 @@ class PPOConfig(MethodConfig):
                 "padding_percentage": 1 - mask.float().mean().item(),
             }
         return loss, flatten_dict(stats)
+
+
+def relative_error(values: Tensor, returns: Tensor) -> Tensor:
+    """Return how far values are from returns, as a share of these. [*], [*] -> [*]."""
+    return (values - returns).abs() / (returns + 1e-2).abs()
 
 
 def _stats(x: Tensor, mask: Tensor) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass
@@ -10,18 +9,14 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
+from trainkit_trlx.data.method_configs import registering
+
 _DATAPIPELINE: dict[str, Any] = {}
 
 
 def register_datapipeline(name: Any) -> Any:
     """Register a pipeline under its lower-case class name, or under a given name."""
-
-    def register(cls: Any, key: str) -> Any:
-        _DATAPIPELINE[key.lower()] = cls
-        setattr(sys.modules[__name__], key.lower(), cls)
-        return cls
-
-    return (lambda cls: register(cls, name)) if isinstance(name, str) else register(name, name.__name__)
+    return registering(name, _DATAPIPELINE, __name__)
 
 
 @register_datapipeline

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from trainkit.errors import ConfigError, describe
+from trainkit_migrate import refusing
 from trainkit_trlx.data.configs import TRLConfig
+from trainkit_trlx.data.method_configs import registering
 from trainkit_trlx.pipeline import BaseRolloutStore
 
 _TRAINERS: dict[str, Any] = {}
@@ -17,13 +18,7 @@ __all__ = ["BaseRLTrainer", "BaseRolloutStore", "TRLConfig", "register_trainer"]
 
 def register_trainer(name: Any) -> Any:
     """Register a trainer under its lower-case class name, or under a given name: ``@register_trainer("Name")``."""
-
-    def register(cls: Any, key: str) -> Any:
-        _TRAINERS[key.lower()] = cls
-        setattr(sys.modules[__name__], key.lower(), cls)
-        return cls
-
-    return (lambda cls: register(cls, name)) if isinstance(name, str) else register(name, name.__name__)
+    return registering(name, _TRAINERS, __name__)
 
 
 @register_trainer
@@ -92,3 +87,6 @@ class BaseRLTrainer:
             eval_fn: called with the metrics of every evaluation.
         """
         raise NotImplementedError(f"{type(self).__name__} has no learn(); write it, or derive from AccelerateRLTrainer")
+
+
+__getattr__ = refusing(__name__)

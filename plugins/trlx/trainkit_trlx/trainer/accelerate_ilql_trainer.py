@@ -14,16 +14,18 @@ from trainkit import Sequences, get_trainer
 from trainkit import functional as F
 from trainkit.errors import ConfigError
 from trainkit_trlx.data.configs import TRLConfig
-from trainkit_trlx.data.ilql_types import ILQLBatch, ILQLElement
+from trainkit_trlx.data.ilql_types import ILQLBatch, ILQLElement, ILQLSeq2SeqBatch, ILQLSeq2SeqElement
 from trainkit_trlx.models.modeling_base import load, new_model
 from trainkit_trlx.models.modeling_ilql import AutoModelForCausalLMWithILQLHeads, AutoModelForSeq2SeqLMWithILQLHeads
 from trainkit_trlx.pipeline.offline_pipeline import (
     IGNORED,
     ILQLRolloutStorage,
     ilql_collate_fn,
+    ilql_seq2seq_collate_fn,
     tokenize_dialogue,
 )
 from trainkit_trlx.trainer import register_trainer
+from trainkit_trlx.trainer.names import tensor_statistics
 from trainkit_trlx.trainer.offline import Offline, Samples
 
 if TYPE_CHECKING:
@@ -32,11 +34,6 @@ if TYPE_CHECKING:
 Trainer: Any = get_trainer("ilql")
 Experience: Any = import_module(Trainer.__module__).ILQLBatch
 log = logging.getLogger(__name__)
-APART = (
-    "batches and the store of ILQL are those of causal models here, and the model is an encoder-decoder; a trainer "
-    "that derives from AccelerateRLTrainer can make ILQLSeq2SeqRolloutStorage and have a loss of its own"
-)
-"""Why there is no batch of an encoder-decoder."""
 
 
 def make_experience(
@@ -117,14 +114,18 @@ class ILQL(Samples, Trainer):  # type: ignore[misc]
             load(policy.head, ours, "the checkpoint")
         return policy
 
-    def as_trlx(self, batch: Any) -> ILQLBatch:
-        """Return samples with the positions of states and actions.
+    def statistics(self, batch: Any, outputs: Any) -> Any:
+        """Return the metrics of a micro-batch with those of trlX."""
+        mask, head = batch.sequences.response_mask, outputs.head
+        qs = {f"qvalues/{name[1:]}": answer for name, answer in head.items() if name in ("q0", "q1")}
+        tensors = {"values": head["values"], **qs, "awac_weight": self.weights(outputs)}
+        own = {key: each for name, x in tensors.items() for key, each in tensor_statistics(name, x, mask).items()}
+        return {**super().statistics(batch, outputs), **own}
 
-        Raises:
-            ConfigError: the model is an encoder-decoder.
-        """
+    def as_trlx(self, batch: Any) -> ILQLBatch | ILQLSeq2SeqBatch:
+        """Return samples with the positions of states and actions; of an encoder-decoder, its decoder's start first."""
         if self.model_config.is_encoder_decoder:
-            raise ConfigError(APART)
+            return self._as_seq2seq(batch)
         sequences, rows = batch.sequences, []
         for ids, real, chosen, rewards in zip(
             sequences.input_ids, sequences.attention_mask, sequences.response_mask, batch.rewards, strict=True
@@ -132,8 +133,28 @@ class ILQL(Samples, Trainer):  # type: ignore[misc]
             rows.append(ILQLElement(**{**_indexed(ids[real], chosen[real]), "rewards": rewards[chosen]}))
         return ilql_collate_fn(rows)
 
-    def from_trlx(self, batch: ILQLBatch) -> Any:
+    def _as_seq2seq(self, batch: Any) -> ILQLSeq2SeqBatch:
+        sequences, rows = batch.sequences, []
+        start = sequences.input_ids.new_tensor([self.model_config.decoder_start_token_id])
+        for query, response, rewards, chosen in zip(
+            sequences.queries, sequences.responses, batch.rewards, sequences.response_mask, strict=True
+        ):
+            ids = torch.cat([start, response])
+            of_decoder = {**_indexed(ids, torch.arange(len(ids), device=ids.device) > 0), "rewards": rewards[chosen]}
+            of_encoder = {"input_ids": query, "attention_mask": torch.ones_like(query)}
+            rows.append(ILQLSeq2SeqElement(**{**of_decoder, **of_encoder, "decoder_input_ids": ids}))
+        return ilql_seq2seq_collate_fn(rows)
+
+    def from_trlx(self, batch: ILQLBatch | ILQLSeq2SeqBatch) -> Any:
         """Return samples of trlX as sequences with rewards [B, T]."""
+        if isinstance(batch, ILQLSeq2SeqBatch):
+            sizes = batch.dones.sum(1).long().tolist()
+            real = zip(batch.input_ids, batch.attention_mask.bool(), strict=True)
+            queries = [ids[keep].tolist() for ids, keep in real]
+            written = zip(batch.decoder_input_ids, sizes, strict=True)
+            made = Sequences.from_lists(queries, [ids[1 : size + 1].tolist() for ids, size in written])
+            given = [row[:size] for row, size in zip(batch.rewards, sizes, strict=True)]
+            return self._rewarded(made.to(batch.input_ids.device), given)
         rows, chosen, rewards = [], [], []
         for ids, real, given, actions, dones in zip(
             batch.input_ids, batch.attention_mask.bool(), batch.rewards, batch.actions_ixs, batch.dones, strict=True
@@ -143,7 +164,10 @@ class ILQL(Samples, Trainer):  # type: ignore[misc]
             rows.append(ids[real].tolist())
             chosen.append(mask[real].tolist())
             rewards.append(given[: len(places)])
-        sequences = Sequences.from_rows(rows, chosen).to(batch.input_ids.device)
+        return self._rewarded(Sequences.from_rows(rows, chosen).to(batch.input_ids.device), rewards)
+
+    def _rewarded(self, sequences: Sequences, rewards: list[Tensor]) -> Any:
+        """Return sequences with the rewards of the actions of each."""
         placed = torch.zeros(sequences.input_ids.shape, device=sequences.input_ids.device)
         return Experience(sequences, placed.masked_scatter(sequences.response_mask, torch.cat(rewards)))
 
@@ -201,7 +225,9 @@ class AccelerateILQLTrainer(Offline):
             ConfigError: the model is an encoder-decoder.
         """
         if self.trainer.model_config.is_encoder_decoder:
-            raise ConfigError(APART)
+            raise ConfigError(
+                "the store has samples of causal models, and the model is an encoder-decoder; give its samples as text"
+            )
         return make_experience(samples, rewards, self.tokenizer, max_length, verbose=False)
 
     def samples_of(self, store: Any) -> tuple[list[Any], list[float]]:

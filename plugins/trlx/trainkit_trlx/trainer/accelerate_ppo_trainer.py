@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -21,11 +21,13 @@ from trainkit_trlx.models.modeling_ppo import (
     AutoModelForCausalLMWithValueHead,
     AutoModelForSeq2SeqLMWithValueHead,
     FixedKLController,
+    relative_error,
 )
 from trainkit_trlx.pipeline.ppo_pipeline import PPORolloutStorage, ppo_collate_fn
 from trainkit_trlx.trainer import register_trainer
 from trainkit_trlx.trainer.bridge import Bridge
 from trainkit_trlx.trainer.computed import Computed
+from trainkit_trlx.trainer.names import OWN, tensor_statistics
 from trainkit_trlx.utils.modeling import RunningMoments
 
 if TYPE_CHECKING:
@@ -103,6 +105,27 @@ class PPO(Bridge, Trainer):  # type: ignore[misc]
         self.record({name: Mean.of(value) for name, value in moments.items() if value.isfinite()})
         made = super().prepare_experience(experience)
         return Rewarded(**{each.name: getattr(made, each.name) for each in fields(made)}, rewards=self.kl_penalised)
+
+    def statistics(self, batch: Any, outputs: Any) -> Any:
+        """Return the metrics of a micro-batch with those of trlX."""
+        mask = batch.sequences.response_mask
+        counts = mask.sum(1)
+        tensors = {"values": outputs.values, "old_values": batch.old_values, "returns": batch.returns}
+        return {
+            **super().statistics(batch, outputs),
+            **{key: each for name, x in tensors.items() for key, each in tensor_statistics(name, x, mask).items()},
+            f"{OWN}values/values_mape_error": Mean.of(relative_error(outputs.values, batch.returns), mask),
+            f"{OWN}padding_percentage": Mean.of(1 - counts.double().mean() / counts.max().clamp(min=1)),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what trainkit's PPO saves, and the moments of all scores."""
+        return {**super().state_dict(), "running": self.running.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state that `state_dict` returned."""
+        super().load_state_dict(state)
+        self.running.load_state_dict(state["running"])
 
     @property
     def start(self) -> Tensor:

@@ -48,8 +48,13 @@ class AccelerateSFTTrainer(Offline):
         self.set_samples(samples, None, seq_length)
 
     def new_store(self, samples: list[Any], rewards: Any, max_length: int) -> DialogStore:
-        """Return the samples, tokenised."""
-        return DialogStore([tokenize_dialogue(each, self.tokenizer, max_length) for each in samples], self.tokenizer)
+        """Return the samples, tokenised as they are trained on: strings without a beginning token, and with EOS."""
+        alone = [isinstance(each, str) for each in samples]
+        dialogues = (
+            tokenize_dialogue(each, self.tokenizer, max_length + first)[first:]
+            for each, first in zip(samples, alone, strict=True)
+        )
+        return DialogStore([*dialogues], self.tokenizer)
 
     def samples_of(self, store: Any) -> tuple[list[Any], None]:
         """Return the samples of a store, tokenised."""

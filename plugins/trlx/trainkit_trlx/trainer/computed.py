@@ -57,6 +57,23 @@ SETTINGS = {
 }
 """Attributes that cannot be set, and what to do."""
 
+ABSENT = {
+    "mb_count": "iter_count has the number of steps",
+    "nth_evaluation": "learn(eval_fn=...) calls a function of yours at each evaluation",
+    "generate_sweep_kwarg": "config.method.gen_kwargs has the list of values",
+    "eval_dataloader": "eval_pipeline has the prompts of evaluations",
+    "train_dataloader": "store.create_loader() gives batches",
+    "prompt_iterator": "trainer.pipeline.take(start, count) gives the prompts in their order",
+    "prompt_dataloader": "trainer.pipeline.take(start, count) gives the prompts in their order",
+    "repeat_interleave": "write tensor.repeat_interleave(n, dim=0)",
+    "log_rollouts": "rollout_logging_dir is None if rollouts are not written",
+    "run_id": "it is the name of rollout_logging_dir",
+    "ref_mean": "running_moments.mean is that of all scores; none is subtracted",
+    "mean_kl": "history['policy/kl'] has the KL of each collection",
+    "epoch_count": "progress has the place in the run",
+    "generations_per_prompt": "pools has the scores of the responses to each prompt, by token ids",
+}
+"""Attributes of trlX's trainers that there are none of, and what to read instead."""
 OF_WRITING = ("safe_serialization", "max_shard_size", "is_main_process", "save_function")
 """Arguments of `save_pretrained` that say how files are written, which trainkit does in its own way."""
 GENERATION = {"generate_kwargs": "gen_kwargs", "generate_experience_kwargs": "gen_experience_kwargs"}
@@ -144,8 +161,9 @@ class Computed(AccelerateRLTrainer):
         try:
             return getattr(None if name.startswith("_") else vars(self).get("trainer"), name)
         except AttributeError as error:
-            said = f"{type(self).__name__} has no attribute {name!r}{suggest(name, dir(type(self)))}"
-            raise AttributeError(said) from error
+            known = [each for each in dir(type(self)) if not each.startswith("_")]
+            said = f": {ABSENT[name]}" if name in ABSENT else suggest(name, known)
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{said}") from error
 
     def overrides(self, name: str) -> bool:
         """Return whether a trainer of one's own has another method of this name."""

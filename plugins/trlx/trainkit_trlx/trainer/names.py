@@ -1,13 +1,21 @@
-"""The names of trlX for metrics of trainkit, and trackers that log them."""
+"""The names of trlX for metrics of trainkit, statistics that trlX has besides, and trackers that log them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainkit import hookimpl
+from trainkit.metrics import Mean, Metrics
 from trainkit.runs import default_trackers
+from trainkit_trlx.utils.modeling import get_tensor_stats
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+OWN = "trlx/"
+"""What the names of statistics begin with in the directory of the run that are computed as in trlX."""
 
 STATISTICS = {
     "reward/mean": "rollout_scores/mean",
@@ -36,7 +44,7 @@ OF_A_METHOD = {
     },
     "ilql": {"loss/total": "losses/loss"},
     "sft": {"loss/total": "loss"},
-    "rft": {"loss/total": "loss", "reward/mean": "scores_mean"},
+    "rft": {"loss/total": "loss"},
 }
 """Those of which the name in trlX depends on the method."""
 ROOTS = {"policy/kl": "policy/sqrt_kl", "policy/kl_per_token": "policy/kl_per_token"}
@@ -61,7 +69,14 @@ def as_trlx(metrics: Mapping[str, float], method: str) -> dict[str, float]:
             found[EVALUATED[begins] + name.removeprefix(begins)] = value
         else:
             found[names.get(name, name)] = value
-    return found
+    own = {name.removeprefix(OWN): value for name, value in metrics.items() if name.startswith(OWN)}
+    return {**{name: value for name, value in found.items() if not name.startswith(OWN)}, **own}
+
+
+def tensor_statistics(name: str, x: Tensor, mask: Tensor) -> Metrics:
+    """Return mean, minimum, maximum and deviation of ``x`` over ``mask``; those of micro-batches are averaged."""
+    found = get_tensor_stats(x.detach(), mask, mask.sum())
+    return {f"{OWN}{name}/{key}": Mean.of(value) for key, value in found.items()}
 
 
 def renaming_trackers(entries: list[Any], renamed: Callable[[Mapping[str, float]], dict[str, float]]) -> list[Any]:

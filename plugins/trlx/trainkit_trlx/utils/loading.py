@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from trainkit.errors import ConfigError, suggest
+from trainkit_trlx.data.method_configs import registered
 from trainkit_trlx.models import modeling_ilql, modeling_ppo
 from trainkit_trlx.pipeline import _DATAPIPELINE, offline_pipeline
 from trainkit_trlx.trainer import (
@@ -39,7 +39,7 @@ def get_trainer(name: str) -> Callable[..., Any]:
             f"{name} needs NeMo, which trainkit does not have: take the trainer that begins with Accelerate, and "
             "divide the model with train.sharding of trainkit (docs/distributed.md)"
         )
-    found: Callable[..., Any] = _found(name, _TRAINERS, "trainer")
+    found: Callable[..., Any] = registered(name, _TRAINERS, "train.trainer", "trainer")
     return found
 
 
@@ -49,14 +49,5 @@ def get_pipeline(name: str) -> Callable[..., Any]:
     Raises:
         ConfigError: there is none of this name.
     """
-    found: Callable[..., Any] = _found(name, _DATAPIPELINE, "pipeline")
+    found: Callable[..., Any] = registered(name, _DATAPIPELINE, "train.pipeline", "pipeline")
     return found
-
-
-def _found(name: str, registry: Mapping[str, Any], what: str) -> Any:
-    if name.lower() in registry:
-        return registry[name.lower()]
-    raise ConfigError(
-        f"train.{what} is {name!r}, which is no registered {what}{suggest(name.lower(), registry)}; known are "
-        f"{', '.join(sorted(registry))}"
-    )

@@ -58,6 +58,14 @@ class RunningMoments:
         """The variance, not corrected for the number of values. []."""
         return self._tensor(self._all.m2 / max(self._all.count, 1))
 
+    def state_dict(self) -> dict[str, float]:
+        """Return the state, for checkpoints."""
+        return self._all.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Load the state that `state_dict` returned."""
+        self._all.load_state_dict(state)
+
 
 def flatten_dict(d: Mapping[str, Any], parent_key: str = "", sep: str = "/") -> dict[str, Any]:
     """Return nested dictionaries as one, with the keys joined by ``sep``."""
