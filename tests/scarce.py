@@ -28,7 +28,7 @@ def main(root: Path) -> None:
             if scarce and len(kwargs["input_ids"]) > 2:
                 raise RuntimeError(FULL)
 
-        trainer.unwrapped.model.base_model.register_forward_pre_hook(fail, with_kwargs=True)
+        trainer.models.load_policy().model.base_model.register_forward_pre_hook(fail, with_kwargs=True)
         trainer.learn()
         found = {key: tensor.detach().clone() for key, tensor in trainer.unwrapped.state_dict().items()}
         found["rows"] = trainer.gather([trainer.progress.microbatch])

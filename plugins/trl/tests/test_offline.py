@@ -269,6 +269,7 @@ def test_a_side_of_a_single_token_is_trained_on(shared: bool, tmp_path: Path) ->
     expected = -torch.nn.functional.logsigmoid(margins).mean()
     args = arguments(tmp_path, RewardConfig, gradient_checkpointing=False)
     trainer = RewardTrainer(model, args, tokenizer=tokenizer, train_dataset=rows)
+    trainer.trainer.models.build()
     trainer.trainer.unwrapped.shares_prompts = shared
     batch = trainer.trainer.make_experience(trainer.trainer.pipeline.rows)
     assert trainer.trainer.loss(batch)[0].item() == pytest.approx(expected.item(), abs=1e-6)

@@ -93,6 +93,7 @@ def test_labelled_samples_are_cut_as_in_trl(max_length: int, mode: str, expected
     trainer = trainer_of(
         KTOTrainer, tmp_path, bos=True, max_length=max_length, max_prompt_length=3, truncation_mode=mode
     )
+    trainer.trainer.models.build()
     batch = trainer.trainer.make_experience(trainer.trainer.pipeline.rows)
     assert read(trainer, batch.own) == expected
     trainer.train()

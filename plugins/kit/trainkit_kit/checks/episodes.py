@@ -153,6 +153,7 @@ def keep_chooses(bench: Bench) -> None:
         return found
 
     trainer.keep = keep
+    trainer.models.build()
     trainer.policy.register_forward_hook(lambda *_: calls.append(1))
     trainer.unwrapped.register_forward_hook(lambda *_: calls.append(1))
     trainer.collect()
