@@ -12,9 +12,11 @@ from torch import Tensor
 from trainkit.data import Batch, Preferences, Rollouts, Sequences, TokenBatch
 from trainkit.errors import suggest
 from trainkit.functional import masked_mean
+from trainkit.models import TokenOutputs
 from trainkit.testing.declarations import QUANTITIES, Effect
 from trainkit_kit.checking import check
 from trainkit_kit.checks.fields import contexts, method_fields
+from trainkit_kit.checks.losses import evaluated
 from trainkit_kit.checks.tools import (
     credits_of,
     flat_gradient,
@@ -47,10 +49,11 @@ def effects_of(subject: Subject) -> Iterator[tuple[str, Effect]]:
 
 @check(where=declares_effects)
 def effects_as_declared(bench: Bench) -> None:
-    """Check that settings do what is declared: a quantity rises, falls, stays, or has a known value.
+    """Check that settings do what is declared: a quantity rises, falls, stays, follows the setting or has a value.
 
     That a setting changes something, which `fields_have_effects` checks, is also true of a wrong sign: of an entropy
-    bonus that lowers the entropy, or of a penalty that is added.
+    bonus that lowers the entropy, or of a penalty that is added. That a term grows with its weight is also true of a
+    weight that is applied twice: twice the weight should be twice the term.
     """
     known, made = method_fields(bench.subject), _Collected(bench)
     for setting, effect in effects_of(bench.subject):
@@ -58,23 +61,63 @@ def effects_as_declared(bench: Bench) -> None:
             setting in known, f"the declared effects name {setting!r}, which is no setting{suggest(setting, known)}"
         )
         found = [_measured(bench, made, setting, value, effect) for value in effect.values]
-        told = ", ".join(f"{value!r}: {number:.6g}" for value, number in zip(effect.values, found, strict=True))
-        seen = f"method.{setting} gives {effect.name} the values {told}; "
-        slack = CLOSE * max(map(abs, found)) + 1e-9
-        steps = [after - before for before, after in pairwise(found)]
-        if effect.rises:
-            require(all(step > slack for step in steps), f"{seen}it is declared to rise")
-        elif effect.falls:
-            require(all(step < -slack for step in steps), f"{seen}it is declared to fall")
-        elif effect.same:
-            require(all(abs(step) <= slack for step in steps), f"{seen}it is declared not to change")
-        else:
-            due = list(effect.equals.values())
-            far = max(abs(a - b) for a, b in zip(found, due, strict=True))
-            require(
-                far <= CLOSE * max(map(abs, due)) + 1e-6,
-                f"{seen}the declared ones are {', '.join(f'{x:.6g}' for x in due)}",
-            )
+        _require_effect(setting, effect, found)
+
+
+def _require_effect(setting: str, effect: Effect, found: list[Tensor]) -> None:
+    """Fail unless the quantity at the values of a setting does what is declared."""
+    vectors = effect.way in ("same", "linear", "proportional")
+    due = _due(effect, found)
+    numbers = [float(each.norm() if each.dim() else each) for each in found]
+    told = ", ".join(f"{value!r}: {number:.6g}" for value, number in zip(effect.values, numbers, strict=True))
+    size = "the norm of " if found[0].dim() else ""
+    seen = f"method.{setting} gives {size}{effect.name} the values {told}; "
+    slack = CLOSE * max(map(abs, numbers)) + 1e-9
+    steps = [after - before for before, after in pairwise(numbers)]
+    if effect.way == "rises":
+        require(all(step > slack for step in steps), f"{seen}it is declared to rise")
+    elif effect.way == "falls":
+        require(all(step < -slack for step in steps), f"{seen}it is declared to fall")
+    elif effect.way == "equals":
+        off = [abs(number - float(wanted)) for number, wanted in zip(numbers, due, strict=True)]
+        told = ", ".join(f"{float(x):.6g}" for x in due)
+        require(max(off) <= CLOSE * max(abs(float(x)) for x in due) + 1e-6, f"{seen}the declared ones are {told}")
+    elif vectors:
+        off = [float((one - other).abs().max()) for one, other in zip(found, due, strict=True)]
+        largest = max(float(each.abs().max()) for each in found)
+        at = max(range(len(off)), key=lambda index: off[index])
+        moved = max(float((each - found[0]).abs().max()) for each in found)
+        still = effect.way != "same" and moved <= CLOSE * largest
+        require(not still, f"{seen}it is declared to be {effect.way}, and does not change")
+        allowed = CLOSE * largest + 1e-9 if effect.way == "same" else 1e-3 * moved + 1e-5 * largest
+        require(off[at] <= allowed, f"{seen}{_told_off(effect, at, off[at], float(due[at].abs().max()))}")
+
+
+def _told_off(effect: Effect, at: int, off: float, size: float) -> str:
+    """Return what is wrong about the quantity at one of the values of a setting."""
+    if effect.way == "same":
+        return "it is declared not to change"
+    return (
+        f"it is declared to be {effect.way}, and at {effect.values[at]!r} it is {off:.4g} away from that, of "
+        f"{size:.4g}; a weight that is applied twice, or not to the whole term, looks like this"
+    )
+
+
+def _due(effect: Effect, found: list[Tensor]) -> list[Any]:
+    """Return the quantity at each value, as declared; for rises and falls what was found."""
+    values = effect.values
+    if effect.way == "equals":
+        return list(effect.equals.values())
+    if effect.way == "same":
+        return [found[0]] * len(found)
+    if effect.way == "proportional":
+        top = max(range(len(found)), key=lambda index: abs(values[index]))
+        return [found[top] * (value / values[top]) for value in values]
+    if effect.way == "linear":
+        low, high = (pick(range(len(found)), key=lambda index: values[index]) for pick in (min, max))
+        term = (found[high] - found[low]) / (values[high] - values[low])
+        return [found[low] + term * (value - values[low]) for value in values]
+    return list(found)
 
 
 class _Collected:
@@ -90,12 +133,12 @@ class _Collected:
         return self.kept[key]
 
 
-def _measured(bench: Bench, made: _Collected, setting: str, value: Any, effect: Effect) -> float:
-    """Return the quantity of an effect with the setting at ``value``."""
+def _measured(bench: Bench, made: _Collected, setting: str, value: Any, effect: Effect) -> Tensor:
+    """Return the quantity of an effect with the setting at ``value``, in float64. -> [] or [N]."""
     settings = {**contexts(bench.subject).get(setting, {}), **effect.under, f"method.{setting}": value}
-    if callable(effect.quantity):
-        return float(effect.quantity(bench.collected(**settings)))
-    return float(_measure_of(effect.quantity, made)(bench, settings))
+    measure = effect.quantity
+    found = measure(bench.collected(**settings)) if callable(measure) else _measure_of(measure, made)(bench, settings)
+    return torch.as_tensor(found).detach().to("cpu", torch.float64)
 
 
 Measure = Callable[[Bench, dict[str, Any]], float | Tensor]
@@ -110,7 +153,9 @@ def _measure_of(quantity: str, made: _Collected) -> Measure:
         require(which in ROWS, f"there is no quantity {quantity!r}{suggest(quantity, QUANTITIES)}")
         return lambda _, settings: _credit(made(settings), ROWS[which])
     if quantity.startswith("gradient of "):
-        return lambda bench, settings: _gradient_norm(bench, settings, quantity.removeprefix("gradient of "))
+        return lambda bench, settings: _gradient(bench, settings, quantity.removeprefix("gradient of "))
+    if quantity.startswith("slope of "):
+        return lambda bench, settings: _slope(bench, settings, quantity.removeprefix("slope of "))
     return lambda _, settings: _field(made(settings), quantity)
 
 
@@ -205,18 +250,34 @@ def _rate(what: str) -> Measure:
     return measure
 
 
-def _gradient_norm(bench: Bench, settings: dict[str, Any], part: str) -> Tensor:
-    trainer = nudged(bench.collected(**settings))
+def _moved(bench: Bench, settings: dict[str, Any]) -> Any:
+    """Return a trainer whose policy has left its reference, has sampled, and has moved again."""
+    trainer = bench.trainer(**settings)
+    trainer.models.build()  # the reference is made with it
+    nudged(trainer, 0.1).collect()
+    return nudged(trainer)
+
+
+def _gradient(bench: Bench, settings: dict[str, Any], part: str = "") -> Tensor:
+    trainer = _moved(bench, settings)
     chosen = [p for name, p in trainer.unwrapped.named_parameters() if part in name and p.requires_grad]
     require(chosen, f"no trained parameter has {part!r} in its name")
     trainer.loss(for_loss(trainer, trainer.store.experience))[0].backward()
-    norms = [torch.zeros(()) if p.grad is None else p.grad.norm().cpu() for p in chosen]
-    whole: Tensor = torch.stack(norms).norm()
-    return whole
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten().cpu() for p in chosen])
+
+
+def _slope(bench: Bench, settings: dict[str, Any], output: str) -> Tensor:
+    """Return the loss's derivative by a number that is added to an output; 0 for one that the loss does not ask for."""
+    trainer = _moved(bench, settings)
+    found = evaluated(trainer, for_loss(trainer, trainer.store.experience))
+    known = {*TokenOutputs._fields, "outputs", *(name for _, outputs in found.calls for name in outputs)} - {"head"}
+    require(output in known, f"the policy has no output {output!r}{suggest(output, known)}")
+    return torch.stack([each[output].sum() for each in found.slopes() if output in each] or [torch.zeros(())]).sum()
 
 
 SIMPLE: dict[str, Measure] = {
     "loss": _loss,
+    "gradient": _gradient,
     "collections": _collections,
     "responses": _responses,
     "rows": _rows,

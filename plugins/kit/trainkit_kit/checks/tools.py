@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from trainkit.data import Batch, Sequences, TokenBatch
 from trainkit.metrics import Metrics
 from trainkit.plugins import hookimpl
+from trainkit.testing.trainers import nudged as nudged
 from trainkit.trainer.base import Verdict
 from trainkit_kit.failures import require
 from trainkit_kit.subjects import Bench
@@ -128,17 +129,6 @@ def floats(metrics: Metrics) -> dict[str, float]:
 
 
 # ---------------------------------------------------------------------------------------------------------- measuring
-
-
-def nudged(trainer: Any, size: float = 0.02) -> Any:
-    """Add small noise to the trainer's weights, so that the policy differs from the one that sampled; return it."""
-    draws = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in trainer.unwrapped.parameters():
-            if parameter.requires_grad:
-                noise = size * torch.randn(parameter.shape, generator=draws)
-                parameter += noise.to(parameter.device, parameter.dtype)
-    return trainer
 
 
 def flat_gradient(model: nn.Module) -> Tensor:
