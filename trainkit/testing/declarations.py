@@ -165,6 +165,8 @@ class Declaration:
         effects: by field of the method, what changing the field does. Without it, the kit only checks that a field has
             some effect, which a wrong sign has, too.
         structure: what the kit checks about the algorithm's structure.
+        expected_failures: checks that the algorithm cannot pass, each with the reason, such as ``{"given_responses":
+            "the greedy response is not given"}``. It is an error if one passes.
     """
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -172,6 +174,7 @@ class Declaration:
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     effects: Mapping[str, Effect | Sequence[Effect]] = field(default_factory=dict)
     structure: Sequence[Structure] = ()
+    expected_failures: Mapping[str, str] = field(default_factory=dict)
 
 
 def declaration_of(cls: type) -> Declaration:

@@ -29,6 +29,7 @@ from trainkit_kit.checks.tools import (
     Logged,
     credits_of,
     flat_gradient,
+    floats,
     for_loss,
     gradient,
     hashed,
@@ -40,7 +41,7 @@ from trainkit_kit.checks.tools import (
     rewarding,
     weights,
 )
-from trainkit_kit.failures import require
+from trainkit_kit.failures import CheckError, require
 from trainkit_kit.subjects import Bench, Subject
 
 
@@ -144,9 +145,24 @@ def given_responses(bench: Bench) -> None:
     before = weights(trainer)
     trainer.step(rollouts.queries, rollouts.responses, reward(rollouts.prompts, rollouts.outputs))
     what = "experience of responses in a run and of the same responses given to step()"
-    require_same_experience(usual.store.experience, made.experience, what)
+    try:
+        require_same_experience(usual.store.experience, made.experience, what)
+    except CheckError as error:
+        raise CheckError(f"{error}{_shape_of(bench.subject)}") from None
     after = weights(trainer)
     require(any(not torch.equal(before[name], after[name]) for name in before), "step() changes no weight")
+
+
+def _shape_of(subject: Subject) -> str:
+    """Return how to declare a trainer that makes experience of more than its responses and scores, in words."""
+    cls = subject.trainer_class
+    if cls.make_experience is AccelerateRLTrainer.make_experience:
+        return ""
+    return (
+        f"; {cls.__name__} overrides make_experience: if it samples more than what is trained on, such as a greedy "
+        "response for a baseline, step() is not given that. Then declare it, in the module of the trainer or in a "
+        f'module kit beside it: KIT = Declaration(expected_failures={{"given_responses": "why"}})'
+    )
 
 
 def _sampled(bench: Bench) -> list[Ids]:
@@ -187,10 +203,17 @@ def _chosen(bench: Bench, sampled: list[Ids]) -> list[int]:
 
 def _require_rise(found: list[float], which: str, index: int, ids: Ids) -> None:
     low, high = found
-    require(
-        high - low > 1e-3 * max(abs(low), abs(high)),
-        f"the {which} token of response {index}, which has {len(ids[1])} tokens, has the credit {high:.4g} for a high "
-        f"score or reward, and {low:.4g} for a low one",
+    if high - low > 1e-3 * max(abs(low), abs(high)):
+        return
+    if high == low == 0:
+        why = "its row is not trained, or the token is masked"
+    elif high < low:
+        why = "a sign is wrong"
+    else:
+        why = "the score lands on another token or row, or is rounded"
+    raise CheckError(
+        f"the {which} token of response {index} of the collection, {ids[0]} → {ids[1]}, has the credit {high:.4g} for "
+        f"a high score or reward, and {low:.4g} for a low one: {why}"
     )
 
 
@@ -200,13 +223,13 @@ def integer_scores(bench: Bench) -> None:
 
     Statistics computed in the type of the scores round advantages to integers.
     """
-    for floats, others in (
+    for given_floats, others in (
         ([1.0, 2.0, 4.0, 0.0, 1.0, 3.0, 7.0, 2.0], (int, np.int64, np.float64)),
         ([1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0], (bool, np.bool_)),
     ):
-        plain = scored(bench, floats * 2).store.experience.flatten()
+        plain = scored(bench, given_floats * 2).store.experience.flatten()
         for kind in others:
-            given = scored(bench, [kind(score) for score in floats * 2]).store.experience.flatten()
+            given = scored(bench, [kind(score) for score in given_floats * 2]).store.experience.flatten()
             for name, tensor in plain.items():
                 require_close(
                     tensor.float(), given[name].float(), f"{name} of float and {kind.__name__} scores", rtol=0, atol=0
@@ -405,8 +428,16 @@ def finite_at_extremes(bench: Bench) -> None:
             require(not tensor.is_floating_point() or tensor.isfinite().all(), f"with {what} {name} is not finite")
         with torch.no_grad():
             loss = float(trainer.loss(for_loss(trainer, batch))[0])
-        require(np.isfinite(loss), f"with {what} the loss is {loss}")
+        require(np.isfinite(loss), f"with {what} the loss is {loss}{_not_finite_terms(trainer, batch)}")
         require(gradient(trainer, batch).isfinite().all(), f"with {what} the gradient is not finite")
+
+
+@torch.no_grad()
+def _not_finite_terms(trainer: Any, batch: Batch) -> str:
+    """Return the metrics of the loss that are not finite, in words."""
+    _, found = trainer.loss(for_loss(trainer, batch))
+    names = [name for name, value in floats(found).items() if not np.isfinite(value)]
+    return f"; so are the metrics {', '.join(names)}" if names else ""
 
 
 def _extremes(bench: Bench) -> Iterator[tuple[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -15,7 +16,7 @@ from trainkit.functional import masked_mean
 from trainkit.models import TokenOutputs
 from trainkit.testing.declarations import QUANTITIES, Effect
 from trainkit_kit.checking import check
-from trainkit_kit.checks.fields import contexts, method_fields
+from trainkit_kit.checks.fields import bounds, contexts, is_number, kinds_of, method_fields, other_values, trainer_with
 from trainkit_kit.checks.losses import evaluated
 from trainkit_kit.checks.tools import (
     credits_of,
@@ -47,6 +48,92 @@ def effects_of(subject: Subject) -> Iterator[tuple[str, Effect]]:
             yield name, effect
 
 
+def unproven(subject: Subject) -> dict[str, str]:
+    """Return the settings of a trainer whose effect is not declared, or not by a number where one exists.
+
+    The clip ranges that a `Structure` names are proven by `surrogate_is_pessimistic`.
+
+    Returns:
+        What is missing, by the name of the setting.
+    """
+    surrogates = (each for each in subject.declaration.structure if each.surrogate not in (None, "none"))
+    measured = {name for each in surrogates for name in each.cliprange}
+    ways: dict[str, set[str]] = {}
+    for name, effect in effects_of(subject):
+        ways.setdefault(name, set()).add(effect.way)
+    found: dict[str, str] = {}
+    for name, field in method_fields(subject).items():
+        declared = ways.get(name, set())
+        if not declared and name not in measured:
+            found[name] = "nothing is declared"
+        elif is_number(field) and declared <= {"rises", "falls"} and name not in measured:
+            found[name] = "only a direction is declared"
+    return found
+
+
+def unproven_settings(subject: Subject) -> str:
+    """Return which settings are unproven, and the lines to write; empty: none is."""
+    missing = unproven(subject)
+    if not missing:
+        return ""
+    fields, cls = method_fields(subject), subject.trainer_class
+    told = [f"unproven: {', '.join(f'method.{name} ({why})' for name, why in missing.items())}"]
+    told += [f"  Write into {cls.__module__}, or into the module kit beside it, and correct the values:", ""]
+    told += ["    from trainkit.testing import Declaration, Effect"]
+    told += ["    KIT = Declaration(effects={"]
+    told += [f'        "{name}": {_line(fields[name], getattr(subject.tiny.method, name))},' for name in missing]
+    return "\n".join([*told, "    })"])
+
+
+def _line(field: Any, value: Any) -> str:
+    """Return an `Effect` of a setting to begin with: of a weight that of its term, of others that of a number."""
+    if is_number(field) and float in kinds_of(field):
+        return f'Effect("gradient", linear={tuple(_weights(field, value))})'
+    values = [value, *other_values(field, value)][:2]
+    return f'Effect("loss", equals={{{", ".join(f"{each!r}: ..." for each in values)}}})'
+
+
+def _weights(field: Any, value: Any) -> list[float]:
+    """Return three values of a weight whose squares are in equal steps, within the bounds of the setting."""
+    limits = bounds(field)
+    top = limits.get("le", limits.get("lt"))
+    low = float(value) if isinstance(value, int | float) and value > 0 else 0.5
+    if top is not None and low * 3**0.5 >= top:
+        low = top / 2
+    return [round(low * count**0.5, 4) for count in (1, 2, 3)]
+
+
+def has_unproven_weights(subject: Subject) -> bool:
+    """Return whether the effect of a setting that is a real number is not declared as a number."""
+    return any(float in kinds_of(method_fields(subject)[name]) for name in unproven(subject))
+
+
+@check(where=has_unproven_weights)
+def weights_count_once(bench: Bench) -> None:
+    """Check that no setting without a declared number changes the gradient by its square: a weight counts once.
+
+    A weight that is applied to a term of the loss and again where the term is computed has the right direction, and the
+    right size at 1. Declare what the setting does, by `equals`, `linear` or `proportional`, if its square is meant.
+
+    Causes: a coefficient in the advantage and in the loss; a scale inside of a square.
+    """
+    for name in unproven(bench.subject):
+        field = method_fields(bench.subject)[name]
+        if not is_number(field) or float not in kinds_of(field):
+            continue
+        settings = contexts(bench.subject).get(name, {})
+        values = _weights(field, getattr(bench.trainer().method, name))
+        if any(trainer_with(bench, {**settings, f"method.{name}": value}) is None for value in values):
+            continue  # a rule of the settings forbids some of the values
+        low, middle, high = (_gradient(bench, {**settings, f"method.{name}": value}).double() for value in values)
+        squared, slack = (high - middle) - (middle - low), 1e-3 * float((high - low).norm())
+        require(
+            float(squared.norm()) > slack or slack <= 1e-7 * float(low.norm()),
+            f"the gradient changes by the square of method.{name}: as much from {values[0]:g} to {values[1]:g} as to "
+            f"{values[2]:g}",
+        )
+
+
 @check(where=declares_effects)
 def effects_as_declared(bench: Bench) -> None:
     """Check that settings do what is declared: a quantity rises, falls, stays, follows the setting or has a value.
@@ -54,6 +141,9 @@ def effects_as_declared(bench: Bench) -> None:
     That a setting changes something, which `fields_have_effects` checks, is also true of a wrong sign: of an entropy
     bonus that lowers the entropy, or of a penalty that is added. That a term grows with its weight is also true of a
     weight that is applied twice: twice the weight should be twice the term.
+
+    Causes: a sign; a factor that is missing or applied twice; another setting in its place; a term that is detached, or
+    that reads one tensor for another, such as a target for its network. Or the declaration is of another algorithm.
     """
     known, made = method_fields(bench.subject), _Collected(bench)
     for setting, effect in effects_of(bench.subject):
@@ -71,7 +161,7 @@ def _require_effect(setting: str, effect: Effect, found: list[Tensor]) -> None:
     numbers = [float(each.norm() if each.dim() else each) for each in found]
     told = ", ".join(f"{value!r}: {number:.6g}" for value, number in zip(effect.values, numbers, strict=True))
     size = "the norm of " if found[0].dim() else ""
-    seen = f"method.{setting} gives {size}{effect.name} the values {told}; "
+    seen = f"method.{setting} gives {size}{effect.name} the values {told}{_means(effect)}; "
     slack = CLOSE * max(map(abs, numbers)) + 1e-9
     steps = [after - before for before, after in pairwise(numbers)]
     if effect.way == "rises":
@@ -91,6 +181,12 @@ def _require_effect(setting: str, effect: Effect, found: list[Tensor]) -> None:
         require(not still, f"{seen}it is declared to be {effect.way}, and does not change")
         allowed = CLOSE * largest + 1e-9 if effect.way == "same" else 1e-3 * moved + 1e-5 * largest
         require(off[at] <= allowed, f"{seen}{_told_off(effect, at, off[at], float(due[at].abs().max()))}")
+
+
+def _means(effect: Effect) -> str:
+    """Return what a quantity that is a function measures: the first line of its docstring, in brackets."""
+    text = (inspect.getdoc(effect.quantity) or "") if callable(effect.quantity) else ""
+    return f" ({text.partition(chr(10))[0]})" if text else ""
 
 
 def _told_off(effect: Effect, at: int, off: float, size: float) -> str:

@@ -53,7 +53,8 @@ def micro_batches(bench: Bench) -> None:
     for size in SIZES:
         trainer = nudged(bench.collected(train__microbatch_size=size, train__max_grad_norm=None))
         found, _ = stepped(trainer, trainer.store.experience)
-        require_same_gradient(exact, found, f"gradients of a step as a whole and in micro-batches of {size}")
+        what = f"gradients of a step as a whole and in micro-batches of {size}"
+        require_same_gradient(exact, found, what, model=trainer.unwrapped)
 
 
 @check()
@@ -73,7 +74,8 @@ def accumulation(bench: Bench) -> None:
         share = part.weight / prepared.weight
         (trainer.loss(part.to(trainer.accelerator.device))[0] * share.to(trainer.accelerator.device)).backward()
     found = flat_gradient(trainer.unwrapped)
-    require_same_gradient(whole, found, "gradients of a whole step and of two parts of it, weighted by batch.weight")
+    what = "gradients of a whole step and of two parts of it, weighted by batch.weight"
+    require_same_gradient(whole, found, what, model=trainer.unwrapped)
 
 
 @check()
@@ -183,7 +185,7 @@ def two_processes(bench: Bench) -> None:
     folder = bench.place()
     said = launch(bench.subject.name, folder, given)
     gradient_alone, found = stepped(trainer, batch)
-    _require_one_step(gradient_alone, floats(found), [each["step"] for each in said])
+    _require_one_step(trainer, gradient_alone, floats(found), [each["step"] for each in said])
     if bench.subject.language:
         _require_one_collection(bench.trainer(), [each["run"]["collection"] for each in said])
     if bench.subject.online:
@@ -199,10 +201,11 @@ def two_processes(bench: Bench) -> None:
     _require_same_in_shards(said[0]["run"]["weights"], said[0]["sharded"])
 
 
-def _require_one_step(alone: Tensor, found: dict[str, float], said: list[dict[str, Any]]) -> None:
+def _require_one_step(trainer: Any, alone: Tensor, found: dict[str, float], said: list[dict[str, Any]]) -> None:
     one, other = (each["gradient"] for each in said)
     require(torch.equal(one, other), "two processes do not exchange their gradients; loss must call self.policy")
-    require_same_gradient(alone.cpu(), one, "gradients of a step by one process and by two that share its rows")
+    what = "gradients of a step by one process and by two that share its rows"
+    require_same_gradient(alone.cpu(), one, what, model=trainer.unwrapped)
     require_same_metrics(found, said[0]["metrics"], "metrics of a step by one process and by two")
 
 

@@ -15,7 +15,7 @@ from trainkit.models import TokenOutputs
 from trainkit.testing.trainers import PAIRS
 from trainkit_kit.checking import check
 from trainkit_kit.checks.structure import declared, fractions, raised, structures
-from trainkit_kit.checks.tools import Ids, for_loss, ids_of, nudged
+from trainkit_kit.checks.tools import Ids, as_it_was, for_loss, ids_of, nudged, require_finite
 from trainkit_kit.failures import require
 from trainkit_kit.subjects import Bench, Subject
 
@@ -68,10 +68,12 @@ def evaluated(trainer: Any, prepared: Batch, moved: Callable[[int, str, Tensor],
 
     handle = trainer.policy.register_forward_hook(replaced, with_kwargs=True)
     try:
-        loss, _ = trainer.loss(prepared)
+        with as_it_was(trainer):
+            loss, _ = trainer.loss(prepared)
     finally:
         handle.remove()
     require(calls, "the loss does not call trainer.policy")
+    require_finite(loss)
     return Evaluation(loss, calls)
 
 

@@ -6,23 +6,25 @@ from typing import Any
 
 import torch
 
+from trainkit.data import Batch
 from trainkit_kit.checking import check
 from trainkit_kit.checks.tools import (
     collected_from,
     floats,
-    gradient,
     left_padded,
     measured,
     nudged,
+    only_part,
     require_same_experience,
     require_same_gradient,
+    require_same_learning,
     require_same_metrics,
     right_padded,
     sequences_in,
     widened,
     with_garbage,
 )
-from trainkit_kit.failures import require
+from trainkit_kit.failures import CheckError, require
 from trainkit_kit.subjects import Bench, Subject
 
 
@@ -53,11 +55,31 @@ def mask_law(bench: Bench) -> None:
         f"no Sequences of the {type(batch).__name__} has padding, so masks cannot be checked; put tokens, and tensors "
         "about tokens, into a TokenBatch or into a Batch with Sequences in it",
     )
-    (clean, found), (dirty, seen) = measured(trainer, batch), measured(trainer, with_garbage(batch))
-    require_same_gradient(clean, dirty, "gradients without and with garbage under the mask", rtol=0)
-    require_same_metrics(found, seen, "metrics of a batch without and with garbage under the mask")
-    spoilt = collected_from(bench, with_garbage)
-    require_same_collection(bench.collected(), spoilt, "prepared without and with garbage under the mask")
+    what, spoilt = "without and with garbage under the mask", with_garbage(batch)
+    try:
+        require_same_learning(trainer, batch, spoilt, what, rtol=0)
+    except CheckError as error:
+        raise CheckError(f"{error}; {_leaks(trainer, batch, spoilt)}") from None
+    dirty = collected_from(bench, with_garbage)
+    require_same_collection(bench.collected(), dirty, f"prepared {what}")
+
+
+def _leaks(trainer: Any, batch: Batch, spoilt: Batch) -> str:
+    """Return which fields of a batch change the loss by what is under the mask, in words."""
+    (clean, found), leaking = measured(trainer, batch), list[str]()
+    for name, tensor in batch.flatten().items():
+        part = only_part(batch, spoilt, name)
+        if tensor is part.flatten()[name]:
+            continue
+        gradient_, seen = measured(trainer, part)
+        try:
+            require_same_gradient(clean, gradient_, "gradients", rtol=0)
+            require_same_metrics(found, seen, "metrics")
+        except CheckError:
+            leaking.append(name)
+    if not leaking:
+        return "no field alone does it, so two of them are combined before they are masked"
+    return f"it leaks from the field {', '.join(leaking)}"
 
 
 @check(where=language)
@@ -69,11 +91,10 @@ def padding_amount(bench: Bench) -> None:
     """
     trainer = nudged(bench.collected())
     batch = trainer.store.experience
-    (one, found), (other, seen) = measured(trainer, batch), measured(trainer, widened(batch, 5))
-    require_same_gradient(one, other, "gradients without and with five more columns of padding")
-    require_same_metrics(found, seen, "metrics of a batch without and with five more columns of padding")
+    what = "without and with five more columns of padding"
+    require_same_learning(trainer, batch, widened(batch, 5), what)
     wide = collected_from(bench, lambda experience: widened(experience, 5))
-    require_same_collection(bench.collected(), wide, "prepared without and with five more columns of padding")
+    require_same_collection(bench.collected(), wide, f"prepared {what}")
 
 
 @check(where=lambda subject: subject.causal)
@@ -85,9 +106,7 @@ def padding_side(bench: Bench) -> None:
     """
     trainer = nudged(bench.collected())
     batch = trainer.store.experience
-    (one, found), (other, seen) = measured(trainer, batch), measured(trainer, left_padded(batch))
-    require_same_gradient(one, other, "gradients of rows that are padded on the right and on the left")
-    require_same_metrics(found, seen, "metrics of rows that are padded on the right and on the left")
+    require_same_learning(trainer, batch, left_padded(batch), "of rows that are padded on the right and on the left")
     usual, turned = bench.collected(), collected_from(bench, left_padded)
     what = "what prepare_experience makes of rows that are padded on the right and on the left"
     require_same_experience(usual.store.experience, right_padded(turned.store.experience), what)
@@ -126,5 +145,4 @@ def row_order(bench: Bench) -> None:
     trainer = nudged(bench.collected())
     batch = trainer.store.experience
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(3))
-    one, other = gradient(trainer, batch), gradient(trainer, batch.select(order))
-    require_same_gradient(one, other, "gradients of a batch and of its rows in another order")
+    require_same_learning(trainer, batch, batch.select(order), "of a batch and of its rows in another order")

@@ -266,22 +266,25 @@ def docstrings(bench: Bench) -> None:
     A reader compares a loss with its paper and a tensor with its shape; without them the code cannot be verified.
     """
     cls = bench.subject.trainer_class
-    for what, owner in _documented(bench.subject):
-        require(_own_doc(owner), f"{what} has no docstring")
-    described = [field.description for field in method_fields(bench.subject).values()]
-    require(all(described), "a field of the method's config has no docstring below it")
+    faults = [f"{what} has no docstring" for what, owner in _documented(bench.subject) if not _own_doc(owner)]
+    faults += [
+        f"method.{name} has no docstring below it"
+        for name, field in method_fields(bench.subject).items()
+        if not field.description
+    ]
     texts = [_own_doc(owner) for what, owner in _documented(bench.subject) if what.startswith(("loss", "the batch"))]
-    require(
-        any(SHAPE.search(text) for text in texts) or any(map(_says_shapes, _batches(bench.subject))),
-        "no docstring of the loss or of a batch gives a shape; write it in brackets, as [B, T], and [] for a scalar",
-    )
+    if not any(SHAPE.search(text) for text in texts) and not any(map(_says_shapes, _batches(bench.subject))):
+        faults += [
+            "no docstring of the loss or of a batch gives a shape; write it in brackets, as [B, T], and [] for a scalar"
+        ]
     package = sys.modules[cls.__module__.split(".")[0]]
     sources = [_own_doc(owner) for owner in (package, sys.modules[cls.__module__], cls, cls.method_class)]
-    require(
-        any(SOURCE.search(text) for text in sources),
-        "neither the module nor the trainer nor its config names a source: a paper with its year, an arXiv id, or the "
-        "number of an equation",
-    )
+    if not any(SOURCE.search(text) for text in sources):
+        faults += [
+            "neither the module nor the trainer nor its config names a source: a paper with its year, an arXiv id, or "
+            "the number of an equation"
+        ]
+    require(not faults, "; ".join(faults))
 
 
 def _documented(subject: Subject) -> Iterator[tuple[str, Any]]:
