@@ -27,11 +27,11 @@ class Check:
     """What the check verifies, in a sentence."""
     matters: str
     """Why it matters: what goes wrong in a plugin that fails."""
-    causes: str
-    """What usually looks like this, for a plugin that fails; empty if what was seen says it."""
     kind: Kind
     function: Callable[[Bench], None]
     where: Condition
+    causes: str = ""
+    """What usually looks like this, for a plugin that fails; empty if what was seen says it."""
 
     def run(self, subject: Subject, folder: Path | None = None) -> None:
         """Run the check on ``subject``, without printing what the plugin prints.
@@ -75,8 +75,8 @@ def check(
         text, _, causes = (inspect.getdoc(function) or "").partition("\n\nCauses: ")
         proves, _, matters = text.partition("\n\n")
         name = function.__name__
-        told = (" ".join(part.split()) for part in (proves, matters, causes))
-        CHECKS[name] = Check(name, *told, kind, function, where)
+        proves, matters, causes = (" ".join(part.split()) for part in (proves, matters, causes))
+        CHECKS[name] = Check(name, proves, matters, kind, function, where, causes)
         return function
 
     return register

@@ -72,6 +72,9 @@ def credit_of_scores(bench: Bench) -> None:
 
     Credit is how much the loss increases a token's log-probability. A score that is placed one token early or late, is
     truncated to an integer, or is given to a row that is not trained leaves the last token's credit unchanged.
+
+    Causes: scores placed by column instead of the response mask (use `place_scores`); groups that are read by columns;
+    advantages in the dtype of integer scores; rows that are dropped from the experience.
     """
     sampled = _sampled(bench)
     texts = _texts(bench, sampled)
@@ -90,6 +93,9 @@ def credit_of_dense_rewards(bench: Bench) -> None:
 
     A reward function may return a list of numbers per response. An algorithm that does not expect this takes rewards of
     tokens for scores of responses.
+
+    Causes: scores [B, T] that are taken for scores [B] (use `per_response` or `place_scores`); rewards that are only
+    read at the last token.
     """
     sampled, usual = _sampled(bench), _fractions({})
     texts = _texts(bench, sampled)
@@ -137,6 +143,9 @@ def given_responses(bench: Bench) -> None:
 
     The probabilities with which given responses were sampled are unknown: ``rollouts.logprobs`` and
     ``rollouts.entropy`` are None, and `behaviour` computes them with the policy.
+
+    Causes: `rollouts.logprobs` used where `self.behaviour(rollouts)` should be; a `make_experience` that samples more
+    than is trained on.
     """
     made, reward = _Made(), _fractions({})
     usual, trainer = bench.collected(arguments={"reward_fn": reward}), bench.trainer(callbacks=[made])
@@ -222,6 +231,8 @@ def integer_scores(bench: Bench) -> None:
     """Check that scores given as integers, booleans or NumPy numbers make the same experience as floats.
 
     Statistics computed in the type of the scores round advantages to integers.
+
+    Causes: `torch.tensor(scores)` without a dtype; statistics before `to_float64`.
     """
     for given_floats, others in (
         ([1.0, 2.0, 4.0, 0.0, 1.0, 3.0, 7.0, 2.0], (int, np.int64, np.float64)),
@@ -250,6 +261,9 @@ def kl_pulls_back(bench: Bench) -> None:
 
     No metric of a short run reveals a penalty without gradient, an estimate whose gradient is 0 on average, or a wrong
     sign.
+
+    Causes: the log-probabilities of the policy and of the reference exchanged; an estimate computed from the stored
+    log-probabilities instead of the current ones, which has no gradient; a penalty that is added to the reward.
     """
     trainer, sequences = _moved(bench, by=0.1)
     batch = trainer.store.experience
@@ -270,6 +284,9 @@ def reported_kl(bench: Bench) -> None:
     ``policy/kl_per_token`` is compared with the exact divergence over the vocabulary, ``policy/kl`` with that or its
     sum over a response, without and with an adapter. An estimate with the two policies exchanged has another mean, one
     with a reference that keeps its adapter is 0, and controllers depend on it.
+
+    Causes: policy and reference exchanged in the estimate; a mean over responses where the name says per token; the
+    squared log-ratio without its factor ½.
     """
     adapted: dict[str, Any] = {"model": tiny_gpt2(VOCABULARY, **SHARP), "model__peft_config": LORA}
     for changes in ({}, adapted):
@@ -342,6 +359,9 @@ def gradient_reaches(bench: Bench) -> None:
 
     A head that no loss uses, or a part of the model behind a detach, silently keeps its initial weights. Layers that
     are frozen to save memory, and shared with the reference, must not change.
+
+    Causes: a head whose output the loss does not use; a detach, or `torch.no_grad`, around a part of the loss;
+    `requires_grad_` in `get_arch`.
     """
     trainer = bench.trainer()
     missing = {name for name, p in trainer.unwrapped.named_parameters() if p.requires_grad}
@@ -391,6 +411,8 @@ def kept_state_moves(bench: Bench) -> None:
     """Check that a run changes what an algorithm keeps besides trained weights, e.g. target networks or statistics.
 
     With a target that is never synchronised an algorithm keeps learning from its initial state.
+
+    Causes: an `after_step` whose condition is never true; statistics that are computed and not stored.
     """
     trainer = bench.trainer()
     before = _kept(trainer)
@@ -420,6 +442,9 @@ def finite_at_extremes(bench: Bench) -> None:
 
     A standard deviation of 0 or of one number, or an exponential of an advantage or a log-ratio, can give an infinity,
     and a single one ends a run hours after it began.
+
+    Causes: a division by a standard deviation without ε; `exp` of a log-ratio or an advantage without a limit; the
+    logarithm of a probability that can be 0 or 1; the mean of an empty selection.
     """
     for what, trainer in _extremes(bench):
         batch = trainer.store.experience
@@ -464,6 +489,9 @@ def bf16_autocast(bench: Bench) -> None:
 
     Heads of the wrong dtype, and sums, ratios or log-probabilities that are computed in 16 bits, show only in runs with
     mixed precision.
+
+    Causes: a head that casts to the dtype of its input; log-probabilities or sums in 16 bits; weights cast by
+    `get_arch`.
     """
     exact, rounded = bench.collected(), bench.trainer(train__mixed_precision="bf16")
     batch = exact.store.experience
@@ -513,6 +541,9 @@ def learns(bench: Bench) -> None:
 
     Every part can be right while the whole learns nothing, or the opposite: a wrong sign, a step that is not made, a
     comparison with the wrong row.
+
+    Causes: a sign of the loss or of the advantage; a loss of the wrong rows; a learning rate or a weight that is 0; a
+    step that `judge` always skips.
     """
     subject = bench.subject
     if credited(subject) or subject.needs_environment:

@@ -47,6 +47,9 @@ def micro_batches(bench: Bench) -> None:
     If the means of micro-batches are averaged, short rows and the last rows count more. If they are added, the
     gradient of the loss, or of the critic alone, grows with the number of micro-batches. Losses that compare
     every row with all other rows instead of its own counterpart change, too.
+
+    Causes: `loss` is no mean over the units that `weight` counts; a statistic, such as whitening, inside of `loss`; [B]
+    and [B, 1] that broadcast to [B, B].
     """
     whole = nudged(bench.collected())
     exact = gradient(whole, whole.store.experience)
@@ -63,6 +66,9 @@ def accumulation(bench: Bench) -> None:
 
     `weight` must count the units that `loss` averages over. What needs the whole step, e.g. a mean in the loss's
     denominator, belongs in `prepare_step`. Otherwise accumulating gradients trains another loss.
+
+    Causes: a `weight` that counts rows while `loss` averages over tokens, or the reverse; rows without weight in the
+    mean; a mean over the step that is not in `prepare_step`.
     """
     trainer = nudged(bench.collected())
     batch = trainer.store.experience
@@ -85,6 +91,9 @@ def weight_counts(bench: Bench) -> None:
     `weight` is the denominator of every mean over micro-batches and processes: if it counts rows and the loss averages
     over tokens, short responses contribute too much to the gradient. `lengths` must count all tokens of a row;
     otherwise micro-batches of a given number of tokens need more memory than planned.
+
+    Causes: `TokenBatch` for a loss over responses: set `unit` and override `weight`; a weight that leaves out rows
+    which the loss averages over.
     """
     trainer = bench.collected()
     batch = trainer.store.experience
@@ -148,6 +157,8 @@ def metric_totals(bench: Bench) -> None:
 
     In a mean of means a micro-batch of two tokens counts as much as one of a thousand. Metrics are totals and
     counts, `Mean.of(values, mask)`, and every micro-batch must have the same ones.
+
+    Causes: `Mean.of(values)` without the mask; a metric that only some micro-batches have; a number of Python.
     """
     trainer = nudged(bench.collected())
     with torch.no_grad():
@@ -173,6 +184,9 @@ def two_processes(bench: Bench) -> None:
     processes that divide the model (`train.sharding: fsdp2`): a loss, or an experience, that reads weights by itself or
     does not call the model equally often on all processes fails there. Two processes that are resumed end with the same
     bits.
+
+    Causes: `self.unwrapped` or `self.policy.module` in `loss`; statistics without `reduce=self.reduce`; an order of
+    rows that depends on the process; a seed without the rank.
     """
     trainer = nudged(bench.collected(train__max_grad_norm=None))
     batch = trainer.store.experience
@@ -265,6 +279,8 @@ def packing(bench: Bench) -> None:
 
     A packed sample that attends to the sample before it, or whose positions continue from there, is learnt as another
     text. The first token after a boundary must not be predicted from the tokens before the boundary.
+
+    Causes: segments that are dropped when rows are packed; positions that are not counted from 0 in each sample.
     """
     trainers = [nudged(bench.collected(method__packing=packed)) for packed in (False, True)]
     apart, together = (trainer.store.experience for trainer in trainers)

@@ -86,6 +86,9 @@ def gradient_is_that_of_the_loss(bench: Bench) -> None:
 
     A term that is detached by mistake is in the loss and in its metrics, and nothing is learnt from it. A weight that
     should be detached, and is not, is learnt instead of what it weighs.
+
+    Causes: `.detach()` on a term instead of its weight; `torch.no_grad` around a part of the loss; targets that are not
+    detached.
     """
     for structure in structures(bench.subject, "detached"):
         assert structure.detached is not None, "structures() has selected it"
@@ -142,6 +145,8 @@ def nothing_is_clipped(bench: Bench) -> None:
     """Check that no output of the policy loses its gradient when the policy moves, where no surrogate is declared.
 
     A loss that is clipped or clamped stops to learn from a row as soon as the policy is far enough from where it was.
+
+    Causes: `clamp` of log-ratios, margins or weights; `relu` of a difference; a mask computed from the current policy.
     """
     for structure in structures(bench.subject, "surrogate"):
         if structure.surrogate != "none":
@@ -182,6 +187,9 @@ def scores_count_where_declared(bench: Bench) -> None:
 
     A comparison with rows of other prompts, or one that is missing, changes how much is learnt from each row, and often
     not in which direction.
+
+    Causes: a statistic over the collection where one of the group is meant, or the reverse; groups of the wrong size; a
+    baseline that is computed and not subtracted.
     """
     for structure in structures(bench.subject, "scores"):
         before, after, own = (_by_sampling if bench.subject.online else _by_dataset)(bench, structure.under)

@@ -47,6 +47,9 @@ def mask_law(bench: Bench) -> None:
 
     A loss that multiplies by the mask turns a NaN or an infinity in padding into a NaN of the whole model. A
     loss that ignores the mask learns from padding. Advantages that are whitened over padding differ between batches.
+
+    Causes: `x * mask` instead of `masked_fill`, `zero_masked` or `masked_mean`; a mean or a standard deviation without
+    a mask; a mask that is applied after `exp` or a division.
     """
     trainer = nudged(bench.collected())
     batch = trainer.store.experience
@@ -88,6 +91,9 @@ def padding_amount(bench: Bench) -> None:
 
     A mean over padded columns depends on the longest row in the batch, and so do statistics of a
     collection that include padding.
+
+    Causes: `.mean()` or `.mean(1)` instead of `masked_mean`; `mask.size(1)` or `numel()` as a number of tokens;
+    whitening without a mask.
     """
     trainer = nudged(bench.collected())
     batch = trainer.store.experience
@@ -103,6 +109,8 @@ def padding_side(bench: Bench) -> None:
 
     Code that finds the first or last tokens of a response by counting columns finds other tokens if prompts differ in
     length, or if rows are padded on the left, as generation pads them.
+
+    Causes: columns counted from the left or the right end, such as `[:, -1]`; a shift by one column without the mask.
     """
     trainer = nudged(bench.collected())
     batch = trainer.store.experience
@@ -119,6 +127,9 @@ def batch_mates(bench: Bench) -> None:
     A collection is made in parts of `rollout.batch_size` rows, which is chosen by memory and may separate the responses
     to one prompt. Statistics that are computed while a part is made change with its size; code that compares
     rows belongs in `prepare_experience`.
+
+    Causes: a statistic in `experience` or `make_experience` that belongs in `prepare_experience`; groups that are read
+    where a part may divide them.
     """
     whole = _in_parts_of(bench, 1_000)
     for size in (5, 3):
@@ -141,6 +152,9 @@ def row_order(bench: Bench) -> None:
     """Check that the order of a batch's rows does not change the gradient.
 
     Batches are shuffled, so an algorithm that pairs rows by their position in a batch compares unrelated rows.
+
+    Causes: rows compared by their position in the batch of a step, such as `view(-1, k)` in `loss`; an index into the
+    collection.
     """
     trainer = nudged(bench.collected())
     batch = trainer.store.experience

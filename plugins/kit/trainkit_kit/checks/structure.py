@@ -76,6 +76,9 @@ def credit_follows_scores(bench: Bench) -> None:
     Groups have 2, 3 and 4 responses of one token each; scores are fractions, negative or large. Code that pairs the
     best with the second-best, reads a group by columns instead of rows, or compares with zero instead of the group,
     passes if all groups have two responses and all scores are positive.
+
+    Causes: `argsort` used in the place of `argmax`; `view(k, -1)` instead of `view(-1, k)`; a baseline of 0 or of
+    another group; advantages that are clipped on one side.
     """
     for size, (factor, shift) in zip((*SIZES, 4), ((1, 0), (1, -5), (300, 0), (1, 0)), strict=True):
         settings = sized(bench, size)
@@ -121,6 +124,8 @@ def prompts_may_repeat(bench: Bench) -> None:
 
     A prompt can occur twice in a collection: datasets repeat prompts, and an epoch can end within a collection. Code
     that finds the groups by the text of their prompts merges these two.
+
+    Causes: groups found by the text or the ids of their prompts; a dict by prompt that a later group overwrites.
     """
     settings = sized(bench, 3)
     trainer = bench.trainer(**{**settings, "rollout.max_new_tokens": 3}, arguments={"reward_fn": fractions})
@@ -169,6 +174,9 @@ def sides_of_pairs(bench: Bench) -> None:
     """Check that the loss raises the chosen side of every pair and lowers the rejected one, whichever is longer.
 
     Sides that are sorted by length, or padded apart and then confused, are exchanged in some of the pairs.
+
+    Causes: `chunk` of a batch that was sorted in between; chosen and rejected exchanged in the reference; a margin with
+    the wrong sign.
     """
     trainer = bench.collected()
     pull, pairs = _pull(readings(trainer, trainer.store.experience)), trainer.encode_preferences(trainer.pipeline.rows)
@@ -221,6 +229,9 @@ def labels_decide(bench: Bench) -> None:
     """Check that the loss raises samples whose label is true and lowers the others; one in three is true.
 
     With as many good samples as bad ones, exchanged labels or weights can pass for noise.
+
+    Causes: labels compared as `label == 1` after a cast; `torch.where` with its branches exchanged; a reference point
+    with the wrong sign.
     """
     trainer = bench.collected()
     pull = _pull(readings(trainer, trainer.store.experience))
@@ -248,6 +259,9 @@ def reference_counts_in_every_row(bench: Bench) -> None:
     If the policy itself takes the place of the reference in some of the rows, or on one side of pairs, the divergence
     from the reference is not limited there, and its metric is only somewhat too small. Algorithms that use nothing
     but divergences over the vocabulary pass.
+
+    Causes: the policy's own log-probabilities in the place of the reference's, on one side or in some rows; a
+    difference that is detached from both.
     """
     usual, trained = _with_reference(bench, {})
     if usual is None:
@@ -321,6 +335,9 @@ def own_score_left_out(bench: Bench) -> None:
 
     A baseline that includes the own score scales every advantage by (k − 1)/k: the direction stays right, and the size
     of a step depends on k.
+
+    Causes: the mean of the whole group as baseline (use `leave_one_out`); groups that are read by columns; a division
+    by the standard deviation.
     """
     for structure in structures(bench.subject, "baseline"):
         rises: dict[int, float] = {}
@@ -394,6 +411,9 @@ def surrogate_is_pessimistic(bench: Bench) -> None:
     With clipped weights (CISPO) it is clip(ρ)A. Otherwise, where ρ has left the range against A's direction, the
     gradient must bring it back: max(−Aρ, −A clip(ρ)). A surrogate that is only clipped, a ratio of the policy to
     itself, and a range that is not used all train in the first step on a collection, where ρ is 1, as they should.
+
+    Causes: the clipped term alone, without the maximum; a ratio of the policy to itself; a clip range that is not the
+    setting's; a ratio per token where one per response is declared, or the reverse.
     """
     for structure in structures(bench.subject, "surrogate"):
         if structure.surrogate == "none":
@@ -472,6 +492,9 @@ def whitened_once(bench: Bench) -> None:
     """Check that the fields declared as whitened have mean 0 and standard deviation 1 over a collection's tokens.
 
     Whitening over a minibatch, over rows, or not at all changes the size of every step.
+
+    Causes: `whiten` with another mask, over a minibatch, or of rows instead of tokens; advantages that are changed
+    after they were whitened.
     """
     for structure in structures(bench.subject, "whitened"):
         batch = bench.collected(arguments={"reward_fn": fractions}, **structure.under).store.experience
@@ -491,6 +514,8 @@ def fields_keep_the_scale_of_scores(bench: Bench) -> None:
     """Check that the fields declared as unscaled rise at a response's last token by as much as all scores.
 
     Returns that are whitened, like advantages, are targets in another unit than the critic's values.
+
+    Causes: `whiten` of returns; rewards that are scaled or clipped before the returns are computed.
     """
     for structure in structures(bench.subject, "unscaled"):
         trainers = [
@@ -510,6 +535,9 @@ def kl_penalty_counts_where_declared(bench: Bench) -> None:
 
     A penalty that counts from the next token on, that all tokens of a response pay although only later ones should, or
     that the baseline lacks, is a penalty still, and lowers the divergence.
+
+    Causes: a cumulative sum that includes or leaves out the token itself; a baseline of scores without penalties; a
+    penalty that is counted twice.
     """
     for structure in structures(bench.subject, "kl"):
         require("kl_coef" in bench.subject.method_fields, "the structure declares kl, and there is no setting kl_coef")
