@@ -26,7 +26,6 @@ from trainkit_kit.checks.fields import contexts
 from trainkit_kit.checks.policy import LORA, SHARP, VOCABULARY, compares, samples_text
 from trainkit_kit.checks.tools import (
     Ids,
-    Logged,
     credits_of,
     flat_gradient,
     floats,
@@ -590,6 +589,10 @@ def _expected(bandit: Bandit, trainer: Any) -> float:
     return float((bandit.logprobs(trainer.unwrapped.model).exp() * bandit.rewards).sum(1).mean())
 
 
+STEPS = (200, 1000)
+"""Steps of a run, and of a longer one if the first has not learnt enough: some algorithms are slow."""
+
+
 def _samples_the_better(bench: Bench) -> None:
     bandit = Bandit()
     samples = [(prompt, response) for prompt in bandit.prompts for response in bandit.responses]
@@ -600,14 +603,14 @@ def _samples_the_better(bench: Bench) -> None:
         "rewards": good.tolist(),
         "prompts": list(bandit.prompts),
     }
-    trainer = bench.trainer(arguments=arguments, **RUN, train__total_steps=200)
-    trainer.learn()
-    share = _share_of_good(bandit, trainer, good.view(bandit.rewards.shape))
-    usual = float(good.mean())
-    require(
-        share > usual + 0.1,
-        f"{usual:.0%} of the samples are good, and after training {share:.0%} of the generated responses",
-    )
+    shares, usual = list[float](), float(good.mean())
+    for steps in STEPS:
+        trainer = bench.learnt(arguments=arguments, **RUN, train__total_steps=steps)
+        shares.append(_share_of_good(bandit, trainer, good.view(bandit.rewards.shape)))
+        if shares[-1] > usual + 0.1:
+            return
+    told = " and ".join(f"{share:.0%} after {steps} steps" for share, steps in zip(shares, STEPS, strict=True))
+    raise CheckError(f"{usual:.0%} of the samples are good, and of the generated responses {told}")
 
 
 def _share_of_good(bandit: Bandit, trainer: Any, good: Tensor) -> float:
@@ -659,9 +662,14 @@ def _improves(bench: Bench) -> None:
 
 
 def _loss_falls(bench: Bench) -> None:
-    """Fail unless the loss is lower at the end of a run than at its beginning, for algorithms without rewards."""
-    told = Logged()
-    bench.trainer(callbacks=[told], optimizer__lr=1e-2, train__total_steps=40).learn()
-    losses = [metrics["loss/total"] for metrics in told.steps.values() if "loss/total" in metrics]
-    before, after = (sum(part) / len(part) for part in (losses[:5], losses[-5:]))
-    require(after < before, f"the loss goes from {before:.4g} in the first five steps to {after:.4g} in the last five")
+    """Fail unless a run lowers the loss on its first collection, for algorithms without rewards.
+
+    The loss on later collections may be relative to them, as that of self-play is.
+    """
+    run = {"optimizer__lr": 1e-2, "train__total_steps": 40}
+    first = bench.collected(**run)
+    batch = first.store.experience
+    before, after = (
+        float(trainer.loss(for_loss(trainer, batch))[0].detach()) for trainer in (first, bench.learnt(**run))
+    )
+    require(after < before, f"in a run the loss on its first collection goes from {before:.4g} to {after:.4g}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -209,20 +210,30 @@ def sampled_ids(bench: Bench) -> None:
     """Check that the ids that were sampled are the ids that are trained.
 
     Text that is tokenised again may give other ids, which the policy did not sample with the probability that is
-    reinforced.
+    reinforced. An algorithm whose declared prompts have further columns, such as answers, may train on these, too.
 
     Causes: texts of rollouts that are encoded again; a response mask that begins one token early or includes the
     prompt.
     """
     tokenizer = merging_tokenizer()
-    arguments = {"tokenizer": tokenizer, "prompts": ["a", "b", "ab", "bab"]}
+    columns = further_columns(bench.subject)
+    prompts = [{**dict.fromkeys(columns, "ba"), "prompt": prompt} for prompt in ("a", "b", "ab", "bab")]
+    arguments = {"tokenizer": tokenizer, "prompts": prompts}
     trainer = bench.in_one_turn().collected(model=tiny_gpt2(len(tokenizer)), arguments=arguments)
     sampled = {ids for rollouts in trainer.collector.collection.rollouts for ids in ids_of(rollouts.sequences)}
     changed = [r for _, r in sampled if tuple(tokenizer(tokenizer.decode(list(r)))["input_ids"]) != r]
     require(len(changed) > len(sampled) // 8, "too few responses would change if they were tokenised again")
+    texts = {(query, tokenizer.decode(list(response))) for query, response in sampled}
     for reading in readings(trainer, weighted(trainer.store.experience)):
         for query, response in ids_of(reading.sequences):
-            require((query, response) in sampled, f"{query} → {response} is trained but was never sampled")
+            given = columns and (query, tokenizer.decode(list(response))) not in texts
+            require(given or (query, response) in sampled, f"{query} → {response} is trained but was never sampled")
+
+
+def further_columns(subject: Subject) -> list[str]:
+    """Return the columns besides the prompt that the declared prompts of an algorithm have."""
+    rows = subject.declaration.arguments.get("prompts", ())
+    return [name for name in (rows[0] if rows and isinstance(rows[0], Mapping) else ()) if name != "prompt"]
 
 
 @check(where=lambda subject: subject.language)

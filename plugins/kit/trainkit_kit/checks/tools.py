@@ -58,8 +58,12 @@ def require_close(
     )
 
 
+LONG = 1000
+"""Numbers in a vector from which on it is a flat gradient, and has no rows."""
+
+
 def place_of(off: Tensor, tokens: Tensor | None = None) -> str:
-    """Return where a tensor [B], [B, T] or [B, T, *] is largest, in words; empty for a scalar.
+    """Return where a tensor [B], [B, T] or [B, T, *] is largest, in words; empty for a scalar or a flat gradient.
 
     ``tokens`` [B, T] is true at the tokens that are counted; without it, columns are.
     """
@@ -67,7 +71,7 @@ def place_of(off: Tensor, tokens: Tensor | None = None) -> str:
         return ""
     at = [int(index) for index in torch.unravel_index(off.argmax(), off.shape)]
     if len(at) == 1:
-        return f" at index {at[0]}"
+        return f" in row {at[0]}" if len(off) < LONG else ""
     if tokens is None or tokens.shape != off.shape[:2] or not tokens[at[0], at[1]]:
         return f" in row {at[0]}, column {at[1]}"
     row = tokens[at[0]]

@@ -235,8 +235,8 @@ def _missing_inputs(bench: Bench) -> None:
 
 
 def _scores_that_are_none(bench: Bench) -> None:
-    """Fail unless a NaN among the scores, or one score too few, is an error while experience is made (online)."""
-    if not bench.subject.online:
+    """Fail unless a NaN among the scores, or one score too few, is an error while experience is made, with rewards."""
+    if not bench.subject.rewarded:
         return
     for given, scores in (
         ("a score that is NaN", lambda prompts, **_: [math.nan] * len(prompts)),
