@@ -1,4 +1,4 @@
-"""The kit says nothing of sound algorithms, however unusual: each module of `sound` is one, and declares what it can."""
+"""The kit says nothing of sound algorithms, however unusual: each module of `sound` is one."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ ddpo-pytorch. What is "of the field" has been in the issues of many.
 from __future__ import annotations
 
 from mutants.planting import Bug
+from mutants.strange import STRANGE
 
 BUGS = (
     # ------------------------------------------------------------------------------------- masks, padding, EOS
@@ -1809,4 +1810,5 @@ BUGS = (
 +        with embedding_noise(self.unwrapped, self.method.neftune_alpha / 2**0.5):
 """,
     ),
+    *STRANGE,
 )

@@ -666,7 +666,7 @@ def _loss_falls(bench: Bench) -> None:
 
     The loss on later collections may be relative to them, as that of self-play is.
     """
-    run = {"optimizer__lr": 1e-2, "train__total_steps": 40}
+    run: dict[str, Any] = {"optimizer__lr": 1e-2, "train__total_steps": 40}
     first = bench.collected(**run)
     batch = first.store.experience
     before, after = (
