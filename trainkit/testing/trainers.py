@@ -8,9 +8,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
-from torch import nn
-
 from trainkit.config import TRLConfig
 from trainkit.errors import ConfigError
 from trainkit.plugins import available_trainers, get_trainer
@@ -160,23 +157,3 @@ def _paying(inputs: tuple[str, ...]) -> dict[str, Any]:
     """Return the reward function or the environment of an algorithm that learns from one."""
     known = {"reward_fn": count_first_letters, "environment": Letters}
     return {name: value if name in inputs else None for name, value in known.items()}
-
-
-def nudged(trainer: Any, size: float = 0.02) -> Any:
-    """Add noise to the weights, so that the policy differs from the one that sampled; return the trainer.
-
-    The buffers of a policy's head, such as the targets of Q, get it as well. Values, Q and targets that are 0 or equal
-    at first then differ from each other, and from state to state. The noise is the same in every call.
-
-    Args:
-        trainer: the trainer, changed in place.
-        size: the standard deviation of the noise.
-    """
-    draws, model = torch.Generator().manual_seed(0), trainer.unwrapped
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    head = getattr(model, "head", None)
-    kept = [x for x in head.buffers() if x.is_floating_point()] if isinstance(head, nn.Module) else []
-    with torch.no_grad():
-        for tensor in (*trained, *kept):
-            tensor += (size * torch.randn(tensor.shape, generator=draws)).to(tensor.device, tensor.dtype)
-    return trainer

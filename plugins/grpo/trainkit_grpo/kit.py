@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from trainkit.testing import Declaration, Effect, Structure
-from trainkit.testing.trainers import nudged
+from trainkit.testing import Declaration, Effect, Structure, nudged
 
 ALONE = {"method.kl_coef": 0.0}
 """The surrogate alone: the KL penalty has a gradient at clipped tokens, too."""

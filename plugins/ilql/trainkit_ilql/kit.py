@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.testing import Declaration, Effect, Structure
-from trainkit.testing.trainers import nudged
+from trainkit.testing import Declaration, Effect, Structure, nudged
 
 
 def with_values_of(value: float) -> Callable[[Any], tuple[Any, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from tables import table
 from trainkit.errors import PluginError
 from trainkit.plugins import available_trainers, get_trainer
 from trainkit.plugins.discovery import BUILT_IN
-from trainkit.testing import Declaration, Effect, Structure
+from trainkit.testing import Declaration, Effect, Structure, nudged
 from trainkit.testing.declarations import declaration_of
+from trainkit.testing.trainers import tiny_trainer
 from trainkit_kit import ConformanceError, check_trainer
 from trainkit_kit.checks.effects import unproven, unproven_settings
 from trainkit_kit.subjects import Subject
@@ -258,3 +260,15 @@ def test_a_weight_without_a_declaration_that_is_applied_twice_is_told(monkeypatc
         ConformanceError, match=r"by the square of method\.cliprange: as much from 0\.2 to 0\.2828 as to"
     ):
         check_trainer("_test_dr_grpo", only=["weights_count_once"])
+
+
+def test_the_probes_of_a_loss_have_heads_that_all_differ(tmp_path: Path) -> None:
+    """Q of ILQL is 0 at first, and so are its targets: the lower of two is then the higher, and V a constant."""
+    trainer = nudged(tiny_trainer("ilql", tmp_path), 0.1)
+    trainer.collect()
+    head = trainer.policy(trainer.store.experience.sequences).head
+    mask = trainer.store.experience.sequences.response_mask
+    table = torch.stack([head[name][mask] for name in ("values", "q0", "q1", "target_q", "cql")])
+    assert all((one - other).abs().min() > 0 for one, other in combinations(table, 2))
+    targets = [torch.cat([x.flatten() for x in each.buffers()]) for each in trainer.unwrapped.head.target_q]
+    assert (targets[0] - targets[1]).abs().min() > 0

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
+from trainkit import Verdict
 from trainkit.functional import masked_mean
-from trainkit.testing import Declaration, Effect, Structure
-from trainkit.testing.trainers import nudged
-from trainkit.trainer import Verdict
+from trainkit.testing import Declaration, Effect, Structure, nudged
 
 MOVED = {"optimizer.lr": 0.03, "method.ratio_threshold": None}
 STEERED = {"optimizer.lr": 0.03, "train.total_steps": 10, "method.ppo_epochs": 1}

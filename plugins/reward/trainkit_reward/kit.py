@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from trainkit.testing import Declaration, Effect, Structure
-from trainkit.testing.trainers import nudged
+from trainkit.testing import Declaration, Effect, Structure, nudged
 
 
 @torch.no_grad()

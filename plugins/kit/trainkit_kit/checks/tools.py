@@ -17,7 +17,7 @@ from trainkit.data import Batch, Sequences, TokenBatch
 from trainkit.errors import NonFiniteError
 from trainkit.metrics import Metrics
 from trainkit.plugins import hookimpl
-from trainkit.testing.trainers import nudged as nudged
+from trainkit.testing import nudged as nudged
 from trainkit.trainer.base import Verdict
 from trainkit_kit.failures import CheckError, require
 from trainkit_kit.subjects import Bench
