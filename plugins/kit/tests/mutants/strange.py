@@ -10,7 +10,7 @@ STRANGE = (
         "long responses are rewarded instead of punished",
         "of the field",
         "_sound_dapo",
-        ("FIND",),
+        ("effects_as_declared",),
         patch="""
 -        punished = per_response(scores) - self.method.overlong_penalty * over.clamp(0, buffer) / buffer
 +        punished = per_response(scores) + self.method.overlong_penalty * over.clamp(0, buffer) / buffer
@@ -21,7 +21,7 @@ STRANGE = (
         "the penalty of long responses is multiplied by itself",
         "of the field",
         "_sound_dapo",
-        ("FIND",),
+        ("effects_as_declared",),
         patch="""
 -        punished = per_response(scores) - self.method.overlong_penalty * over.clamp(0, buffer) / buffer
 +        punished = per_response(scores) - self.method.overlong_penalty**2 * over.clamp(0, buffer) / buffer
@@ -32,7 +32,7 @@ STRANGE = (
         "the lower range limits the ratio from above, and the reverse",
         "of the field",
         "_sound_dapo",
-        ("FIND",),
+        ("surrogate_is_pessimistic",),
         patch="""
 -        losses = clipped_surrogate(ratio, advantages, cliprange=method.cliprange, cliprange_high=method.cliprange_high)
 +        losses = clipped_surrogate(ratio, advantages, cliprange=method.cliprange_high, cliprange_high=method.cliprange)
@@ -43,7 +43,7 @@ STRANGE = (
         "the loss is a mean of the means of responses, and weighed by tokens",
         "of the field",
         "_sound_dapo",
-        ("FIND",),
+        ("micro_batches", "accumulation"),
         patch="""
 -        return masked_mean(losses, mask), {
 +        lengths = mask.sum(1)
@@ -55,7 +55,7 @@ STRANGE = (
         "groups are kept whose scores are equal, and the others are dropped",
         "of the field",
         "_sound_dapo",
-        ("FIND",),
+        ("credit_follows_scores",),
         patch="""
 -        return (groups != groups[:, :1]).any(1).repeat_interleave(self.method.group_size)
 +        return (groups == groups[:, :1]).all(1).repeat_interleave(self.method.group_size)
@@ -66,7 +66,7 @@ STRANGE = (
         "the weights of samples have a gradient, which raises V of what is rewarded",
         "of the field",
         "_sound_awr",
-        ("FIND",),
+        ("gradient_is_that_of_the_loss",),
         patch="""
 -        weights = (error.detach() / method.temperature).clamp(max=math.log(method.weight_max)).exp()
 +        weights = (error / method.temperature).clamp(max=math.log(method.weight_max)).exp()
@@ -77,7 +77,7 @@ STRANGE = (
         "advantages are V − R, so that bad samples weigh more",
         "of the field",
         "_sound_awr",
-        ("FIND",),
+        ("learns",),
         patch="""
 -        weights = (error.detach() / method.temperature).clamp(max=math.log(method.weight_max)).exp()
 +        weights = (-error.detach() / method.temperature).clamp(max=math.log(method.weight_max)).exp()
@@ -88,7 +88,7 @@ STRANGE = (
         "advantages are multiplied by the temperature",
         "of the field",
         "_sound_awr",
-        ("FIND",),
+        ("effects_as_declared",),
         patch="""
 -        weights = (error.detach() / method.temperature).clamp(max=math.log(method.weight_max)).exp()
 +        weights = (error.detach() * method.temperature).clamp(max=math.log(method.weight_max)).exp()
@@ -99,7 +99,7 @@ STRANGE = (
         "the critic's loss is weighted inside its square",
         "of the field",
         "_sound_awr",
-        ("FIND",),
+        ("effects_as_declared",),
         patch="""
 -        loss = masked_mean(-weights * out.logprobs, mask) + method.vf_coef * masked_mean(error**2, mask)
 +        loss = masked_mean(-weights * out.logprobs, mask) + masked_mean((method.vf_coef * error) ** 2, mask)
@@ -110,7 +110,7 @@ STRANGE = (
         "the rejected side is raised as the chosen one is",
         "of the field",
         "_sound_apo_zero",
-        ("FIND",),
+        ("sides_of_pairs",),
         patch="""
 -        losses = (-good).sigmoid() + bad.sigmoid()
 +        losses = (-good).sigmoid() + (-bad).sigmoid()
@@ -121,7 +121,7 @@ STRANGE = (
         "each side is compared with the reference's probability of the other",
         "of the field",
         "_sound_apo_zero",
-        ("FIND",),
+        ("effects_as_declared",),
         patch="""
 -        return APOZeroBatch(pairs.chosen, pairs.rejected, ref[:, 0], ref[:, 1])
 +        return APOZeroBatch(pairs.chosen, pairs.rejected, ref[:, 1], ref[:, 0])
@@ -132,7 +132,7 @@ STRANGE = (
         "log-probabilities of a response are averaged over the columns of the batch",
         "of the field",
         "_sound_apo_zero",
-        ("FIND",),
+        ("padding_amount",),
         patch="""
 -        return masked_sum(policy(sequences).logprobs, sequences.response_mask, dim=1)
 +        return masked_sum(policy(sequences).logprobs, sequences.response_mask, dim=1) / sequences.input_ids.size(1)
@@ -143,7 +143,7 @@ STRANGE = (
         "errors below 0 have the weight of those above",
         "of the field",
         "_sound_expectile",
-        ("FIND",),
+        ("effects_as_declared",),
         patch="""
 -            "loss/v": torch.where(u < 0, 1 - method.tau, method.tau) * u**2,
 +            "loss/v": torch.where(u > 0, 1 - method.tau, method.tau) * u**2,
@@ -154,7 +154,7 @@ STRANGE = (
         "the goal of Q has a gradient, which moves V",
         "of the field",
         "_sound_expectile",
-        ("FIND",),
+        ("effects_as_declared",),
         patch="""
 -            "loss/q": (q - goal.detach()) ** 2,
 +            "loss/q": (q - goal) ** 2,
@@ -165,7 +165,7 @@ STRANGE = (
         "V is fitted to Q itself, and the target is not read",
         "of the field",
         "_sound_expectile",
-        ("FIND",),
+        ("gradient_is_that_of_the_loss",),
         patch="""
 -        u = target - v
 +        u = q.detach() + 0 * target - v
@@ -176,7 +176,7 @@ STRANGE = (
         "Q is fitted to r + γ V of the state it began in",
         "of the field",
         "_sound_expectile",
-        ("FIND",),
+        ("effects_as_declared",),
         patch="""
 -        found[row, at[:-1]] = values[row, at[1:]]
 +        found[row, at[:-1]] = values[row, at[:-1]]
@@ -187,7 +187,7 @@ STRANGE = (
         "the target moves by 1 − α towards Q",
         "of the field",
         "_sound_expectile",
-        ("FIND",),
+        ("effects_as_declared",),
         patch="""
 -        self.unwrapped.head.follow(self.method.polyak)
 +        self.unwrapped.head.follow(1 - self.method.polyak)
@@ -198,7 +198,7 @@ STRANGE = (
         "the score of the greedy response is added instead of subtracted",
         "of the field",
         "_sound_remax",
-        ("FIND",),
+        ("constant_in_scores",),
         patch="""
 -        return self.experience(sampled, scores - baselines)
 +        return self.experience(sampled, scores + baselines)
@@ -209,7 +209,7 @@ STRANGE = (
         "the divergence from the reference is rewarded",
         "of the field",
         "_sound_remax",
-        ("FIND",),
+        ("kl_pulls_back",),
         patch="""
 -        return ReMaxBatch(sequences, per_response(scores) - self.method.kl_coef * kl)
 +        return ReMaxBatch(sequences, per_response(scores) + self.method.kl_coef * kl)
@@ -220,7 +220,7 @@ STRANGE = (
         "the penalty of a response is its squared log-ratio",
         "of the field",
         "_sound_remax",
-        ("FIND",),
+        ("reported_kl",),
         patch="""
 -        kl = zero_masked(k1, sequences.response_mask).sum(1)
 +        kl = zero_masked(k1, sequences.response_mask).sum(1) ** 2
@@ -231,7 +231,7 @@ STRANGE = (
         "δ reads V of the token before instead of the one after",
         "of the field",
         "_sound_vapo",
-        ("FIND",),
+        ("values_reach_back",),
         patch="""
 -                follows = v[t + 1] if t + 1 < length else 0.0
 +                follows = v[t - 1] if t + 1 < length else 0.0
@@ -242,7 +242,7 @@ STRANGE = (
         "λ of every response is that of the longest one",
         "of the field",
         "_sound_vapo",
-        ("FIND",),
+        ("batch_mates",),
         patch="""
 -            lam = max(1 - 1 / (self.method.alpha * length), 0.0)
 +            lam = max(1 - 1 / (self.method.alpha * mask.size(1)), 0.0)
@@ -253,7 +253,7 @@ STRANGE = (
         "responses below the score are imitated",
         "of the field",
         "_sound_vapo",
-        ("FIND",),
+        ("effects_as_declared",),
         patch="""
 -        imitated = mask & (rewards.sum(1, keepdim=True) >= self.method.good)
 +        imitated = mask & (rewards.sum(1, keepdim=True) < self.method.good)
@@ -264,7 +264,7 @@ STRANGE = (
         "the likelihood of good responses is lowered",
         "of the field",
         "_sound_vapo",
-        ("FIND",),
+        ("effects_as_declared",),
         patch="""
 -        losses = policy + method.vf_coef * value - method.imitation * likelihood
 +        losses = policy + method.vf_coef * value + method.imitation * likelihood
@@ -275,7 +275,7 @@ STRANGE = (
         "the policy's own answers are preferred to the given ones",
         "of the field",
         "_sound_spin",
-        ("FIND",),
+        ("sides_of_pairs",),
         patch="""
 -        margins = self.method.beta * ((given - batch.old_chosen) - (own - batch.old_rejected))
 +        margins = self.method.beta * ((own - batch.old_rejected) - (given - batch.old_chosen))
@@ -286,7 +286,7 @@ STRANGE = (
         "log-ratios are those to the current policy, which are always 0",
         "of the field",
         "_sound_spin",
-        ("FIND",),
+        ("gradient_is_that_of_the_loss",),
         patch="""
 -        margins = self.method.beta * ((given - batch.old_chosen) - (own - batch.old_rejected))
 +        margins = self.method.beta * ((given - given.detach()) - (own - own.detach()))
@@ -297,7 +297,7 @@ STRANGE = (
         "the level of the curriculum is not in the checkpoint",
         "of the field",
         "_sound_curriculum",
-        ("FIND",),
+        ("state_is_complete",),
         patch="""
 -    remembers: ClassVar[dict[str, Any]] = {"level": float, "steps_at_level": int}
 -    level: float
@@ -306,22 +306,11 @@ STRANGE = (
 """,
     ),
     Bug(
-        "level_of_one_process",
-        "the level rises by the responses of one process",
-        "of the field",
-        "_sound_curriculum",
-        ("FIND",),
-        patch="""
--        good, count = self.reduce(above).tolist()
-+        good, count = above.tolist()
-""",
-    ),
-    Bug(
         "gains_of_the_collection",
         "the mean of the collection is subtracted, and not that of the group",
         "of the field",
         "_sound_curriculum",
-        ("FIND",),
+        ("scores_count_where_declared",),
         patch="""
 -        return replace(experience, advantages=(groups - groups.mean(1, keepdim=True)).flatten())
 +        return replace(experience, advantages=(groups - groups.mean()).flatten())
@@ -332,22 +321,11 @@ STRANGE = (
         "returns are whitened over responses and not over tokens",
         "of the field",
         "reinforce_pp",
-        ("FIND",),
+        ("finite_at_extremes",),
         patch="""
 -        advantages = whiten(returns, mask, reduce=self.reduce)
 +        rows = torch.where(mask, returns, 0.0).sum(1)
 +        advantages = (returns - rows.mean()) / rows.std() * mask
-""",
-    ),
-    Bug(
-        "kl_of_the_new_policy",
-        "the KL penalty is divided by the number of tokens of the batch",
-        "of the field",
-        "reinforce_pp",
-        ("FIND",),
-        patch="""
--        rewards = kl_shaped_rewards(scores, policy.logprobs, reference, mask, self.method.kl_coef)
-+        rewards = kl_shaped_rewards(scores, policy.logprobs, reference, mask, self.method.kl_coef / mask.sum())
 """,
     ),
 )

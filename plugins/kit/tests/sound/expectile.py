@@ -14,7 +14,7 @@ from trainkit import AccelerateRLTrainer, MethodConfig, Row, TokenBatch, TRLConf
 from trainkit.functional import masked_mean, place_scores, zero_masked
 from trainkit.metrics import Mean, Metrics
 from trainkit.models import Policy, ValueHead, load_heads, load_model, make_policy, state_width
-from trainkit.testing import Declaration, Effect, Structure
+from trainkit.testing import Declaration, Effect, Structure, nudged
 
 
 class ExpectileConfig(MethodConfig):
@@ -117,7 +117,65 @@ def following(values: Tensor, mask: Tensor) -> Tensor:
     return found
 
 
+def pull_on_values(trainer: Any) -> float:
+    """Return the derivative of the loss by V of all states, with V = 1 and Q̂ = 0: 2 (1 − τ)."""
+    return slope_of_values(trainer, 1.0)
+
+
+def pull_on_low_values(trainer: Any) -> float:
+    """Return the derivative of the loss by V of all states, with V = −1 and Q̂ = 0: −2 τ."""
+    return slope_of_values(trainer, -1.0)
+
+
+def slope_of_values(trainer: Any, value: float) -> float:
+    """Return the sum of the derivatives of the loss by V, with V = ``value`` and Q̂ = 0."""
+    batch, kept = trainer.store.experience.to(trainer.accelerator.device), list[Tensor]()
+
+    def replaced(_: Any, __: Any, outputs: Any) -> Any:
+        kept.append(torch.full_like(outputs.head["values"], value).requires_grad_())
+        target = torch.zeros_like(outputs.head["target_q"])
+        return outputs._replace(head={**outputs.head, "values": kept[0], "target_q": target})
+
+    handle = trainer.policy.register_forward_hook(replaced)
+    loss = trainer.loss(batch)[0]
+    handle.remove()
+    return float(torch.autograd.grad(loss, kept[0])[0].sum())
+
+
+def goal_of_the_first_token(trainer: Any) -> float:
+    """Return the mean goal of tokens that are not the last, relative to V of the next state, with Q = 0: γ."""
+    batch, kept = trainer.store.experience.to(trainer.accelerator.device), list[Tensor]()
+    mask = batch.sequences.response_mask
+
+    def replaced(_: Any, __: Any, outputs: Any) -> Any:
+        kept.append(torch.zeros_like(outputs.head["q"]).requires_grad_())
+        values = torch.arange(mask.size(1), device=mask.device).expand_as(mask) * torch.ones_like(outputs.head["q"])
+        return outputs._replace(head={**outputs.head, "values": values, "q": kept[0]})
+
+    handle = trainer.policy.register_forward_hook(replaced)
+    loss = trainer.loss(batch)[0]
+    handle.remove()
+    slopes = -torch.autograd.grad(loss, kept[0])[0] * float(batch.weight) / 2
+    inner = mask & (mask.flip(1).cumsum(1).flip(1) > 1)
+    following = torch.arange(1, mask.size(1) + 1, device=mask.device).expand_as(mask)
+    return float((slopes / following)[inner].mean())
+
+
+def share_that_is_left(trainer: Any) -> float:
+    """Return how far the target is from Q after `after_step`, relative to before."""
+    head, distances = nudged(trainer).unwrapped.head, []
+    for step in (lambda: None, trainer.after_step):
+        step()
+        pairs = [(target, dict(head.q.named_parameters())[name].detach()) for name, target in head.target.items()]
+        distances.append(float(torch.cat([(one - other).flatten() for one, other in pairs]).norm()))
+    return distances[1] / distances[0]
+
+
 KIT = Declaration(
-    effects={"tau": Effect("slope of values", falls=(0.2, 0.5, 0.8))},
+    effects={
+        "tau": [Effect(pull_on_values, equals={0.8: 0.4}), Effect(pull_on_low_values, equals={0.8: -1.6})],
+        "gamma": Effect(goal_of_the_first_token, equals={0.5: 0.5, 0.9: 0.9}),
+        "polyak": Effect(share_that_is_left, equals={0.1: 0.9, 1.0: 0.0}),
+    },
     structure=(Structure(scores="row", detached=("values",)),),
 )

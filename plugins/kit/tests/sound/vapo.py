@@ -91,11 +91,18 @@ class VAPOTrainer(AccelerateRLTrainer[VAPOConfig]):
         }
 
 
+def share_imitated(trainer: Any) -> float:
+    """Return the share of response tokens that are imitated."""
+    batch = trainer.store.experience
+    return float(batch.imitated[batch.sequences.response_mask].float().mean())
+
+
 ALONE = {"method.imitation": 0.0}
 KIT = Declaration(
     effects={
         "vf_coef": Effect("slope of values", proportional=(0.0, 0.5, 1.0)),
-        "imitation": Effect("gradient", linear=(0.0, 0.5, 1.0)),
+        "imitation": [Effect("gradient", linear=(0.0, 0.5, 1.0)), Effect("likelihood", rises=(0.0, 0.5, 1.0))],
+        "good": Effect(share_imitated, equals={-100.0: 1.0, 100.0: 0.0}),
     },
     structure=(
         Structure(scores="row", detached=()),

@@ -125,6 +125,79 @@ def credit_of_dense_rewards(bench: Bench) -> None:
         _require_rise(credits_, "first", index, sampled[index])
 
 
+STATE = 2
+"""The token of a response in whose state the value is raised: neither the first nor the last."""
+
+
+@check(where=credited)
+def values_reach_back(bench: Bench) -> None:
+    """Check that a critic's value of a state lowers the credit of its own token, and reaches no later token.
+
+    A critic is a baseline in its own state and a forecast for the states before it. One that is read one state early or
+    late is still subtracted once for each token, and a short run learns with it. Algorithms without a critic pass, and
+    so do those whose advantages do not depend on the values of single states.
+
+    Causes: V of the token before instead of the one after in δ; a ``roll`` by one column that is too few or too many;
+    values and rewards that are aligned with different tokens; a sign.
+    """
+    usual, before = _with_a_value(bench, None)
+    rows = [ids for ids in before if len(ids[1]) > STATE + 2]
+    if not usual or not rows:
+        return
+    for ids in rows[:2]:
+        _, after = _with_a_value(bench, ids)
+        change = _own_change(before, after, ids)
+        if change is None or not (change.abs() > 1e-3 * float(before[ids].abs().max())).any():
+            continue
+        told = ", ".join(f"{value:.4g}" for value in change.tolist())
+        seen = (
+            f"if the value of the state of token {STATE} of a response rises by 1, the advantages of its tokens change"
+        )
+        small = 1e-2 * float(change.abs().max())
+        require(bool((change[STATE + 1 :].abs() <= small).all()), f"{seen} by {told}; those of later tokens should not")
+        require(float(change[STATE]) < -small, f"{seen} by {told}; that of token {STATE} should fall")
+        require(bool((change[:STATE] >= -small).all()), f"{seen} by {told}; those of earlier tokens should not fall")
+
+
+def _with_a_value(bench: Bench, wanted: Ids | None) -> tuple[bool, dict[Ids, Tensor]]:
+    """Return whether there are values, and the advantages if that of a state of the response ``wanted`` rises by 1."""
+    trainer = bench.trainer(arguments={"reward_fn": _fractions({})})
+    honest, read = trainer.behaviour, list[bool]()
+
+    def behaviour(rollouts: Rollouts, *args: Any, **kwargs: Any) -> Any:
+        outputs = honest(rollouts, *args, **kwargs)
+        read.append(outputs.values is not None)
+        rows = [row for row, ids in enumerate(ids_of(rollouts.sequences)) if ids == wanted]
+        if outputs.values is None or not rows:
+            return outputs
+        values = outputs.values.clone()
+        for row in rows:
+            values[row, rollouts.sequences.response_mask[row].nonzero()[STATE, 0]] += 1.0
+        return outputs._replace(values=values)
+
+    trainer.behaviour = behaviour
+    trainer.collect()
+    batch = trainer.store.experience
+    found = credits_of(trainer, batch) if any(read) else {}
+    return any(read), {ids: credit * float(batch.weight) for ids, credit in found.items()}
+
+
+def _own_change(before: dict[Ids, Tensor], after: dict[Ids, Tensor], ids: Ids) -> Tensor | None:
+    """Return by how much the advantages of a row change, less what happens to all rows alike, as by whitening.
+
+    None if other rows change in another way, so that there is nothing to compare with.
+    """
+    others = [each for each in before if each != ids and each in after]
+    if not others or ids not in after:
+        return None
+    one, other = (torch.cat([side[each] for each in others]).double() for side in (before, after))
+    design = torch.stack([one, torch.ones_like(one)], dim=1)
+    fit = torch.linalg.lstsq(design, other.unsqueeze(1)).solution[:, 0]
+    if float((design @ fit - other).abs().max()) > 1e-3 * float(one.abs().max()):
+        return None
+    return after[ids].double() - fit[0] * before[ids].double() - fit[1]
+
+
 class _Made:
     """An observer that keeps the last collection."""
 

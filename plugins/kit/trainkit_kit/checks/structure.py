@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.data import Batch, Rollouts, Sequences
+from trainkit.data import Batch, Preferences, Rollouts, Sequences
 from trainkit.errors import suggest
 from trainkit.functional import masked_sum
 from trainkit.plugins import hookimpl
@@ -73,9 +73,9 @@ def sized(bench: Bench, size: int) -> dict[str, Any]:
 def credit_follows_scores(bench: Bench) -> None:
     """Check that within a group a better response has no less credit, and the best more than the worst.
 
-    Groups have 2, 3 and 4 responses of one token each; scores are fractions, negative, of both signs or large. Code that pairs the
-    best with the second-best, reads a group by columns instead of rows, or compares with zero instead of the group,
-    passes if all groups have two responses and all scores are positive.
+    Groups have 2, 3 and 4 responses of one token each; scores are fractions, negative, of both signs or large. Code
+    that pairs the best with the second-best, reads a group by columns instead of rows, or compares with zero instead of
+    the group, passes if all groups have two responses and all scores are positive.
 
     Causes: `argsort` used in the place of `argmax`; `view(k, -1)` instead of `view(-1, k)`; a baseline of 0 or of
     another group; advantages that are clipped on one side.
@@ -169,18 +169,28 @@ def has_pairs(subject: Subject) -> bool:
     return "pairs" in subject.inputs
 
 
-@check(where=has_pairs)
+def may_have_pairs(subject: Subject) -> bool:
+    """Return whether the subject learns from pairs of a dataset, or may make pairs of what it samples."""
+    return has_pairs(subject) or subject.samples_text
+
+
+@check(where=may_have_pairs)
 def sides_of_pairs(bench: Bench) -> None:
     """Check that the loss raises the chosen side of every pair and lowers the rejected one, whichever is longer.
 
-    Sides that are sorted by length, or padded apart and then confused, are exchanged in some of the pairs.
+    Sides that are sorted by length, or padded apart and then confused, are exchanged in some of the pairs. An online
+    algorithm passes unless its experience is pairs (`Preferences`).
 
     Causes: `chunk` of a batch that was sorted in between; chosen and rejected exchanged in the reference; a margin with
     the wrong sign.
     """
     trainer = bench.collected()
-    pull, pairs = _pull(readings(trainer, trainer.store.experience)), trainer.encode_preferences(trainer.pipeline.rows)
-    sides = ids_of(pairs.chosen), ids_of(pairs.rejected)
+    if not has_pairs(bench.subject) and not isinstance(trainer.store.experience, Preferences):
+        return
+    pairs = trainer.store.experience
+    if has_pairs(bench.subject):
+        pairs = trainer.encode_preferences(trainer.pipeline.rows)
+    pull, sides = _pull(readings(trainer, trainer.store.experience)), (ids_of(pairs.chosen), ids_of(pairs.rejected))
     for one, other in zip(*sides, strict=True):
         if one in sides[1] or other in sides[0]:
             continue  # the chosen side of one pair, and the rejected one of another
@@ -193,7 +203,8 @@ def sides_of_pairs(bench: Bench) -> None:
         )
     whole = [sum(pull.get(ids, 0.0) for ids in side) for side in sides]  # a pair may have its margin already
     require(whole[0] > 0 > whole[1], f"the loss raises chosen sides by {whole[0]:.4g}, rejected ones by {whole[1]:.4g}")
-    _require_margins_pull(bench)
+    if has_pairs(bench.subject):
+        _require_margins_pull(bench)
 
 
 def _require_margins_pull(bench: Bench) -> None:
@@ -402,6 +413,44 @@ def _advantages(trainer: Any) -> dict[Ids, Tensor]:
     """Return the advantages of the tokens of each row: their credit before the first update, in units of the loss."""
     batch = trainer.store.experience
     return {ids: credit * float(batch.weight) for ids, credit in credits_of(trainer, batch).items()}
+
+
+def scored_by_a_function(subject: Subject) -> bool:
+    """Return whether the subject learns from scores that a reward function gives to text that it samples."""
+    return subject.samples_text and "reward_fn" in subject.inputs
+
+
+@check(where=scored_by_a_function)
+def constant_in_scores(bench: Bench) -> None:
+    """Check that one more in all scores changes no advantage by more than one more in its own score.
+
+    A baseline is subtracted, and takes back some of what all scores have in common, or all of it. One that is added
+    leaves the expected gradient as it is, and makes it so noisy that a short run may learn all the same.
+
+    Causes: a baseline with the wrong sign; a score that is counted twice, in the reward and in its baseline; a mean of
+    the group that is divided by another number than that of its responses.
+    """
+    usual = bench.collected(arguments={"reward_fn": fractions})
+    before = _means_of_advantages(usual)
+    after = _means_of_advantages(bench.collected(arguments={"reward_fn": scaled(1, 1.0)}))
+    rollouts = Rollouts.cat(usual.collector.collection.rollouts)
+    texts = list(zip(rollouts.prompts, rollouts.outputs, strict=True))
+    alone = {ids: text for ids, text in zip(ids_of(rollouts.sequences), texts, strict=True) if texts.count(text) == 1}
+    changes = {ids: after[ids] - before[ids] for ids in alone if ids in before and ids in after}
+    size = max((abs(value) for value in before.values()), default=0.0)
+    ids = max(changes, key=lambda each: abs(changes[each]), default=None)
+    if ids is None or abs(changes[ids]) <= 1e-3 * size:
+        return
+    own = _means_of_advantages(bench.collected(arguments={"reward_fn": raised(alone[ids])})).get(ids, 0.0) - before[ids]
+    require(
+        abs(changes[ids]) <= 1.05 * abs(own) + 1e-3 * size,
+        f"if all scores rise by 1, the mean advantage of the response {ids[0]} → {ids[1]} changes by "
+        f"{changes[ids]:.4g}; if its own score does alone, by {own:.4g}",
+    )
+
+
+def _means_of_advantages(trainer: Any) -> dict[Ids, float]:
+    return {ids: float(values.mean()) for ids, values in _advantages(trainer).items() if values.numel()}
 
 
 @check(where=clips)
