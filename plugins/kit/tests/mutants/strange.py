@@ -328,4 +328,15 @@ STRANGE = (
 +        advantages = (returns - rows.mean()) / rows.std() * mask
 """,
     ),
+    Bug(
+        "kl_by_the_length_of_a_part",
+        "the KL penalty is divided by the number of tokens of the part of the collection that is made at once",
+        "of the field",
+        "reinforce_pp",
+        ("batch_mates",),
+        patch="""
+-        rewards = kl_shaped_rewards(scores, policy.logprobs, reference, mask, self.method.kl_coef)
++        rewards = kl_shaped_rewards(scores, policy.logprobs, reference, mask, self.method.kl_coef / mask.sum())
+""",
+    ),
 )

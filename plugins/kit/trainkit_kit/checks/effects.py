@@ -19,6 +19,7 @@ from trainkit_kit.checking import check
 from trainkit_kit.checks.fields import bounds, contexts, is_number, kinds_of, method_fields, other_values, trainer_with
 from trainkit_kit.checks.losses import evaluated
 from trainkit_kit.checks.tools import (
+    apart,
     credits_of,
     flat_gradient,
     for_loss,
@@ -348,9 +349,8 @@ def _rate(what: str) -> Measure:
 
 def _moved(bench: Bench, settings: dict[str, Any]) -> Any:
     """Return a trainer whose policy has left its reference, has sampled, and has moved again."""
-    trainer = bench.trainer(**settings)
-    trainer.models.build()  # the reference is made with it
-    nudged(trainer, 0.1).collect()
+    trainer = apart(bench.trainer(**settings))
+    trainer.collect()
     return nudged(trainer)
 
 

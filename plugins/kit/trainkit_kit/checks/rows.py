@@ -9,6 +9,7 @@ import torch
 from trainkit.data import Batch
 from trainkit_kit.checking import check
 from trainkit_kit.checks.tools import (
+    apart,
     collected_from,
     floats,
     left_padded,
@@ -64,7 +65,7 @@ def mask_law(bench: Bench) -> None:
     except CheckError as error:
         raise CheckError(f"{error}; {_leaks(trainer, batch, spoilt)}") from None
     dirty = collected_from(bench, with_garbage)
-    require_same_collection(bench.collected(), dirty, f"prepared {what}")
+    require_same_collection(collected_from(bench), dirty, f"prepared {what}")
 
 
 def _leaks(trainer: Any, batch: Batch, spoilt: Batch) -> str:
@@ -100,7 +101,7 @@ def padding_amount(bench: Bench) -> None:
     what = "without and with five more columns of padding"
     require_same_learning(trainer, batch, widened(batch, 5), what)
     wide = collected_from(bench, lambda experience: widened(experience, 5))
-    require_same_collection(bench.collected(), wide, f"prepared {what}")
+    require_same_collection(collected_from(bench), wide, f"prepared {what}")
 
 
 @check(where=lambda subject: subject.causal)
@@ -115,7 +116,7 @@ def padding_side(bench: Bench) -> None:
     trainer = nudged(bench.collected())
     batch = trainer.store.experience
     require_same_learning(trainer, batch, left_padded(batch), "of rows that are padded on the right and on the left")
-    usual, turned = bench.collected(), collected_from(bench, left_padded)
+    usual, turned = collected_from(bench), collected_from(bench, left_padded)
     what = "what prepare_experience makes of rows that are padded on the right and on the left"
     require_same_experience(usual.store.experience, right_padded(turned.store.experience), what)
 
@@ -143,7 +144,7 @@ def _in_parts_of(bench: Bench, size: int) -> Any:
     if trainer.online:
         rows = [{**row, "seed": seed} for seed, row in enumerate(trainer.pipeline.rows)]
         trainer.add_prompt_pipeline(rows)
-    trainer.collect()
+    apart(trainer).collect()
     return trainer
 
 

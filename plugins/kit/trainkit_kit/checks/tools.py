@@ -281,9 +281,18 @@ def unequal(batch: Batch) -> list[Tensor]:
     return list(order.tensor_split([max(3 * len(batch) // 8, 1)]))
 
 
-def collected_from(bench: Bench, change: Callable[[Any], Any], **changes: Any) -> Any:
-    """Return a tiny trainer that applied ``change`` to its experience before `prepare_experience`."""
-    trainer = bench.trainer(**changes)
+def apart(trainer: Any) -> Any:
+    """Move the policy of a trainer that has not collected away from its reference, and return the trainer.
+
+    Divergences from the reference are 0 before, and so is what is wrong about them.
+    """
+    trainer.models.build()  # the reference is made with it
+    return nudged(trainer, 0.1)
+
+
+def collected_from(bench: Bench, change: Callable[[Any], Any] = lambda experience: experience) -> Any:
+    """Return a tiny trainer, `apart` from its reference, that applied ``change`` before `prepare_experience`."""
+    trainer = apart(bench.trainer())
     honest = trainer.prepare_experience
     trainer.prepare_experience = lambda experience: honest(change(experience))
     trainer.collect()
