@@ -34,15 +34,12 @@ ALGORITHMS: dict[str, Any] = {
     "_test_turns": guess.TurnsTrainer,
     "_test_kept_games": kept_games.KeptGamesTrainer,
 }
-EXPECTED: dict[str, dict[str, str]] = {
-    "_test_remax": {"given_responses": "responses given to step() have no greedy response to compare with"},
-}
 
 
 @pytest.mark.weekly
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_it_passes_the_whole_kit(name: str) -> None:
-    check_plugin(name, expected_failures=EXPECTED.get(name))
+    check_plugin(name)
 
 
 @pytest.mark.slow

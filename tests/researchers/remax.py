@@ -10,6 +10,7 @@ from torch import Tensor
 from trainkit import AccelerateRLTrainer, MethodConfig, Rollouts, Row, TokenBatch, register_trainer
 from trainkit.functional import masked_sum, per_response
 from trainkit.metrics import Mean, Metrics
+from trainkit.testing import Declaration
 
 
 class ReMaxConfig(MethodConfig):
@@ -55,3 +56,8 @@ class ReMaxTrainer(AccelerateRLTrainer[ReMaxConfig]):
         """Return −A · Σ_t log π_t, a mean over responses. -> []."""
         logps = masked_sum(self.policy(batch.sequences).logprobs, batch.sequences.response_mask, dim=1)
         return -(batch.advantages * logps).mean(), {"policy/advantage": Mean.of(batch.advantages)}
+
+
+KIT = Declaration(
+    expected_failures={"given_responses": "responses given to step() have no greedy response to compare with"}
+)

@@ -1,10 +1,12 @@
-"""Small real parts for tests and examples, made without files: a tokenizer, and configs of tiny models."""
+"""Small real parts for tests and examples, made without files: a tokenizer, configs of tiny models, declarations."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from trainkit.testing.declarations import Declaration, Effect, Structure
@@ -14,6 +16,7 @@ __all__ = [
     "Effect",
     "Structure",
     "character_tokenizer",
+    "nudged",
     "tiny_bart",
     "tiny_gpt2",
     "tiny_llama",
@@ -115,3 +118,23 @@ def tiny_bart(vocab_size: int, **overrides: Any) -> dict[str, Any]:
         "forced_eos_token_id": None,
         **overrides,
     }
+
+
+def nudged(trainer: Any, size: float = 0.02) -> Any:
+    """Add noise to the weights, so that the policy differs from the one that sampled; return the trainer.
+
+    The buffers of a policy's head, such as the targets of Q, get it as well. Values, Q and targets that are 0 or equal
+    at first then differ from each other, and from state to state. The noise is the same in every call.
+
+    Args:
+        trainer: the trainer, changed in place.
+        size: the standard deviation of the noise.
+    """
+    draws, model = torch.Generator().manual_seed(0), trainer.unwrapped
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    head = getattr(model, "head", None)
+    kept = [x for x in head.buffers() if x.is_floating_point()] if isinstance(head, nn.Module) else []
+    with torch.no_grad():
+        for tensor in (*trained, *kept):
+            tensor += (size * torch.randn(tensor.shape, generator=draws)).to(tensor.device, tensor.dtype)
+    return trainer

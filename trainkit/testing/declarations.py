@@ -34,49 +34,75 @@ QUANTITIES: Mapping[str, str] = {
     "credit of rejected": "the mean credit of the tokens of rejected outputs of pairs",
     "credit of desirable": "the mean credit of the tokens of samples whose label is true",
     "credit of undesirable": "the mean credit of the tokens of samples whose label is false",
-    "gradient of PART": "the norm of the gradient of the parameters whose name contains PART",
+    "gradient": "the gradient of the loss, with a policy that has left its reference and the policy that sampled",
+    "gradient of PART": "the same, of the parameters whose name contains PART",
+    "slope of OUTPUT": "how much that loss rises if the policy's OUTPUT, such as values, rises by one at all tokens",
     "FIELD": "the mean of a field of the experience: over response tokens for [B, T], over rows for [B]",
     "FIELD of truncated": "the same over truncated responses",
     "FIELD of terminated": "the same over responses that have ended",
     "size of FIELD": "the mean absolute value of a field of the experience",
 }
-"""The quantities that an `Effect` can name. Credit is how much the loss raises the log-probability of a token."""
+"""The quantities that an `Effect` can name. Credit is how much the loss raises the log-probability of a token.
+
+Gradients are vectors: they are compared element by element, or by their norm if they
+should rise, fall or have a value.
+"""
+
+
+WAYS = ("rises", "falls", "same", "equals", "linear", "proportional")
+"""The ways to say what a setting does."""
 
 
 @dataclass(frozen=True)
 class Effect:
-    """The effect of a setting on a quantity. Exactly one of the four ways to say it is given.
+    """The effect of a setting on a quantity. Exactly one of the six ways to say it is given.
+
+    Of a setting that is a number, `equals`, `linear` and `proportional` prove more than a direction: that a weight is
+    not applied twice, nor half.
 
     Args:
         quantity: a name of `QUANTITIES`, or a function that is called with a tiny trainer which has made its first
-            collection, and returns a number.
+            collection, and returns a number or a tensor.
         rises: values of the setting with which the quantity rises, in this order.
         falls: values of the setting with which the quantity falls, in this order.
         same: values of the setting that do not change the quantity.
         equals: the quantity's value, such as one that was computed by hand, for values of the setting.
+        linear: at least three values of a setting that is the weight of a term: the quantity is a constant and the
+            setting times another, so that twice the setting is twice its term, and at 0 there is none.
+        proportional: values of a setting that multiplies the quantity: twice the setting is twice the quantity.
         under: other settings, by dotted path; those of `Declaration.contexts` are used, too.
     """
 
-    quantity: str | Callable[[Any], float]
+    quantity: str | Callable[[Any], Any]
     rises: tuple[Any, ...] = ()
     falls: tuple[Any, ...] = ()
     same: tuple[Any, ...] = ()
     equals: Mapping[Any, float] = field(default_factory=dict)
+    linear: tuple[float, ...] = ()
+    proportional: tuple[float, ...] = ()
     under: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        given = [name for name in ("rises", "falls", "same", "equals") if getattr(self, name)]
+        given = [name for name in WAYS if getattr(self, name)]
         if len(given) != 1:
             raise ValueError(
-                f"give an Effect one of rises, falls, same and equals; given {' and '.join(given) or 'none of them'}"
+                f"give an Effect one of {', '.join(WAYS[:-1])} and {WAYS[-1]}; "
+                f"given {' and '.join(given) or 'none of them'}"
             )
-        if given != ["equals"] and len(self.values) < 2:
-            raise ValueError(f"{given[0]} of an Effect should be at least two values; given {self.values!r}")
+        least = {"equals": 1, "linear": 3}.get(given[0], 2)
+        if len(self.values) < least:
+            words = {2: "two", 3: "three"}[least]
+            raise ValueError(f"{given[0]} of an Effect should be at least {words} values; given {self.values!r}")
+
+    @property
+    def way(self) -> str:
+        """Which of `WAYS` is given."""
+        return next(name for name in WAYS if getattr(self, name))
 
     @property
     def values(self) -> tuple[Any, ...]:
         """The values of the setting that are compared."""
-        return self.rises or self.falls or self.same or tuple(self.equals)
+        return tuple(getattr(self, self.way))
 
     @property
     def name(self) -> str:
@@ -139,6 +165,8 @@ class Declaration:
         effects: by field of the method, what changing the field does. Without it, the kit only checks that a field has
             some effect, which a wrong sign has, too.
         structure: what the kit checks about the algorithm's structure.
+        expected_failures: checks that the algorithm cannot pass, each with the reason, such as ``{"given_responses":
+            "the greedy response is not given"}``. It is an error if one passes.
     """
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -146,6 +174,7 @@ class Declaration:
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     effects: Mapping[str, Effect | Sequence[Effect]] = field(default_factory=dict)
     structure: Sequence[Structure] = ()
+    expected_failures: Mapping[str, str] = field(default_factory=dict)
 
 
 def declaration_of(cls: type) -> Declaration:

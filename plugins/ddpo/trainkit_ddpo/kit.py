@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,8 +13,12 @@ from trainkit.testing import Declaration, Effect, Structure
 
 @torch.no_grad()
 def means(trainer: Any, prompt: str) -> Tensor:
-    """Return the means of the last step for eight fixed latents and ``prompt`` [8, C, h, w], with moved weights."""
+    """Return the means of the last step for eight fixed latents and ``prompt`` [8, C, h, w], with moved weights.
+
+    Predicted images are not clipped, so that the means are linear in the network's prediction.
+    """
     policy, draws = trainer.policy.eval(), torch.Generator().manual_seed(0)
+    trainer.unwrapped.clip = None
     for parameter in trainer.unwrapped.parameters():
         parameter.add_(0.1 * torch.randn(parameter.shape, generator=draws).to(parameter))
     device = trainer.accelerator.device
@@ -46,6 +51,29 @@ def advantage_of_three(trainer: Any) -> float:
     return float(trainer.tracker.update(["new"] * 3 + ["other"], [1.0, 2.0, 3.0, 10.0])[2])
 
 
+def scale_of_the_noise(trainer: Any) -> Tensor:
+    """Return the standard deviation of the noise that each step adds [S]."""
+    sigmas: Tensor = trainer.denoising.sigmas
+    return sigmas
+
+
+@torch.no_grad()
+def loss_by_its_formula(trainer: Any) -> float:
+    """Return 1 + the error of the loss, relative to −min(Aρ, A clip(ρ)), with ratios on both sides of the range."""
+    batch, reach = trainer.store.experience.to(trainer.accelerator.device), trainer.method.cliprange
+    shift = torch.linspace(-0.3, 0.3, len(batch)).to(batch.old_logprobs)
+    batch = replace(batch, old_logprobs=batch.old_logprobs - shift)
+    trainer.policy.eval()
+    ratio, advantages = shift.exp(), batch.advantages
+    each = torch.minimum(ratio * advantages, ratio.clamp(1 - reach, 1 + reach) * advantages)
+    return float(1 + (trainer.loss(batch)[0] + each.mean()) / each.abs().mean())
+
+
+def largest_advantage(trainer: Any) -> float:
+    """Return the largest advantage of the collection, in absolute value."""
+    return float(trainer.store.experience.advantages.abs().max())
+
+
 def stored(trainer: Any) -> int:
     """Return the number of rewards that are stored of a prompt which has had six."""
     trainer.tracker.update(["new"] * 6, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
@@ -53,14 +81,19 @@ def stored(trainer: Any) -> int:
 
 
 EFFECTS: dict[str, Effect | list[Effect]] = {
-    "num_steps": Effect("rows", rises=(3, 5)),
-    "eta": Effect("old_logprobs", falls=(0.2, 0.5, 1.0)),
-    "guidance_scale": Effect(effect_of_the_prompt, rises=(1.0, 5.0, 10.0)),
+    # of eight images, each step but the last, which adds no noise
+    "num_steps": Effect("rows", equals={3: 16, 5: 32}),
+    "eta": [
+        Effect("old_logprobs", falls=(0.2, 0.5, 1.0)),
+        Effect(scale_of_the_noise, proportional=(0.2, 0.5, 1.0)),
+    ],
+    "guidance_scale": Effect(effect_of_the_prompt, proportional=(1.0, 5.0, 10.0)),
     "negative_prompt": Effect(effect_against_a, rises=("a", "")),
-    "ddpo_epochs": Effect("collections", falls=(1, 2, 4)),
-    "cliprange": Effect("gradient of network", rises=(1e-6, 10.0)),
-    "adv_clip_max": Effect("size of advantages", rises=(0.1, 0.5, 5.0)),
-    "timestep_fraction": Effect("rows", rises=(0.4, 1.0)),
+    # twelve steps, two of them in a pass
+    "ddpo_epochs": Effect("collections", equals={1: 6, 2: 3, 3: 2}),
+    "cliprange": Effect(loss_by_its_formula, equals={1e-4: 1.0, 0.1: 1.0, 0.2: 1.0}),
+    "adv_clip_max": Effect(largest_advantage, equals={0.1: 0.1, 0.5: 0.5}),
+    "timestep_fraction": Effect("rows", equals={0.5: 8, 1.0: 16}),
     "buffer_size": Effect(stored, equals={2: 2, 4: 4, 16: 6}),
     # (3 − 2) / sqrt(2/3) among its own rewards, (3 − 4) / sqrt(12.5) among all four
     "min_count": Effect(advantage_of_three, equals={3: 1.224743, 4: -0.282843}),

@@ -36,7 +36,7 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     ],
     "ipo_length_normalize": Effect("credit of chosen", rises=(True, False), under=NORMALISED),
     "reference_free": Effect("size of ref_chosen", equals={True: 0.0}),
-    "k": Effect("responses", rises=(2, 4)),
+    "k": Effect("responses", equals={2: 2, 4: 4, 8: 8}),
 }
 OF_PAIRS = (Structure(surrogate="none", detached=()),)
 OF_GROUPS = (Structure(scores="group", surrogate="none", detached=()),)

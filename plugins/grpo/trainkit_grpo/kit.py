@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trainkit.testing import Declaration, Effect, Structure
+from trainkit.testing import Declaration, Effect, Structure, nudged
 
 ALONE = {"method.kl_coef": 0.0}
 """The surrogate alone: the KL penalty has a gradient at clipped tokens, too."""
@@ -36,10 +36,30 @@ def credit_for_an_advantage_of_1(trainer: Any) -> float:
     return float(-slopes[row, first] * len(batch) / batch.advantages[row])
 
 
+@torch.no_grad()
+def loss_by_its_formula(trainer: Any) -> float:
+    """Return 1 + the error of the loss, relative to the terms of Shao et al. 2024, equations 3 and 4, after a move."""
+    method, batch = trainer.method, nudged(trainer, 0.05).store.experience.to(trainer.accelerator.device)
+    mask, advantages = batch.sequences.response_mask, batch.advantages.double().unsqueeze(1)
+    logprobs = trainer.policy(batch.sequences).logprobs.double()
+    ratio, high = (logprobs - batch.old_logprobs).exp(), method.cliprange_high or method.cliprange
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - method.cliprange, 1 + high) * advantages)
+    to_reference = batch.ref_logprobs - logprobs
+    each = (surrogate - method.kl_coef * (to_reference.exp() - to_reference - 1)) * mask
+    mean = each.sum() / mask.sum() if method.average == "tokens" else (each.sum(1) / mask.sum(1)).mean()
+    return float(1 + (trainer.loss(batch)[0] + mean) / each[mask].abs().mean())
+
+
 EFFECTS: dict[str, Effect | list[Effect]] = {
-    "group_size": Effect("responses", rises=(2, 4, 8)),
-    "grpo_epochs": Effect("collections", falls=(1, 2, 4)),
-    "kl_coef": Effect("divergence", falls=(0.01, 0.1, 1.0)),
+    "group_size": Effect("responses", equals={2: 2, 4: 4, 8: 8}),
+    # twelve steps, two of them in a pass
+    "grpo_epochs": Effect("collections", equals={1: 6, 2: 3, 3: 2}),
+    "kl_coef": [
+        Effect("divergence", falls=(0.01, 0.1, 1.0)),
+        Effect("gradient", linear=(0.0, 0.5, 1.0)),
+        Effect(loss_by_its_formula, equals={0.0: 1.0, 0.5: 1.0, 1.0: 1.0}),
+        Effect(loss_by_its_formula, equals={0.5: 1.0}, under={"method.average": "responses"}),
+    ],
     # 9/4, and divided by the deviations 3/2 of the group and sqrt(87/56) of all eight
     "scale": Effect(advantage_of_the_best, equals={"none": 2.25, "group": 1.5, "batch": 1.805166}),
     "average": [

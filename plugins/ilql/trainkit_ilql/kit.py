@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.testing import Declaration, Effect, Structure
+from trainkit.testing import Declaration, Effect, Structure, nudged
 
 
 def with_values_of(value: float) -> Callable[[Any], tuple[Any, Any]]:
@@ -55,9 +55,30 @@ def pull_on_low_values(trainer: Any) -> float:
     return float(slopes(trainer, -1.0, "values").mean())
 
 
-def pull_on_q(trainer: Any) -> float:
-    """Return how much the loss raises Q on average, with V = 1."""
-    return -float(slopes(trainer, 1.0, "q0").mean())
+@torch.no_grad()
+def loss_by_its_formula(trainer: Any) -> float:
+    """Return the loss divided by that of Snell et al. 2022, section 4.2, with heads whose outputs all differ."""
+    nudged(trainer, 0.2)
+    batch, method = trainer.store.experience.to(trainer.accelerator.device), trainer.method
+    head = trainer.unwrapped.head
+    mask, read = batch.sequences.response_mask, list[Tensor]()
+    handle = head.register_forward_pre_hook(lambda _, given: read.append(given[0]))
+    loss = trainer.loss(batch)[0]
+    handle.remove()
+    states, rows, tokens = read[0], mask.nonzero()[:, 0].tolist(), batch.sequences.input_ids[mask].unsqueeze(-1)
+    v, rewards, logprobs = head.v(states), batch.rewards[mask], trainer.policy(batch.sequences).logprobs[mask]
+    after = torch.stack([*v[1:], v.new_zeros(())])
+    last = torch.tensor([one != other for one, other in zip(rows, [*rows[1:], -1], strict=True)], device=v.device)
+    goal = rewards + method.gamma * after.masked_fill(last, 0.0)
+    qs, targets = ([each(states) for each in group] for group in (head.q, head.target_q))
+    target = torch.stack([each.gather(-1, tokens).squeeze(-1) for each in targets]).min(0).values
+    u = target - v
+    due = torch.where(u > 0, method.tau, 1 - method.tau) * u**2
+    for q in qs:
+        chosen = q.gather(-1, tokens).squeeze(-1)
+        due = due + (chosen - goal) ** 2 + method.cql_scale * (q.exp().sum(-1).log() - chosen)
+    due = due - method.awac_scale * (method.beta_awac * u).exp().clamp(max=method.awac_weight_max) * logprobs
+    return float(loss / due.mean())
 
 
 def language_model_weight(trainer: Any) -> float:
@@ -70,12 +91,29 @@ def heads(trainer: Any) -> int:
     return len(trainer.unwrapped.head.q)
 
 
-def distance_of_targets(trainer: Any) -> float:
-    """Return the distance of the target Q from Q after a run."""
-    trainer.learn()
-    head = trainer.unwrapped.head
-    pairs = zip(head.target_q.buffers(), head.q.parameters(), strict=True)
-    return float(torch.stack([(target - own.detach()).norm() for target, own in pairs]).norm())
+def weights_of(module: Any) -> Tensor:
+    """Return the parameters and buffers of a module as one vector."""
+    return torch.cat([x.detach().flatten() for x in (*module.parameters(), *module.buffers())])
+
+
+def share_of_the_distance(trainer: Any) -> float:
+    """Return how far the targets of Q are from Q after `after_step`, relative to before."""
+    head, distances = nudged(trainer).unwrapped.head, []
+    trainer.progress.step = trainer.method.steps_for_target_q_sync
+    for step in (lambda: None, trainer.after_step):
+        step()
+        distances.append(float((weights_of(head.target_q) - weights_of(head.q)).norm()))
+    return distances[1] / distances[0]
+
+
+def updates_of_targets(trainer: Any) -> int:
+    """Return after how many of twelve steps the targets of Q have changed."""
+    head, updates = nudged(trainer).unwrapped.head, 0
+    for step in range(1, 13):
+        trainer.progress.step, before = step, weights_of(head.target_q)
+        trainer.after_step()
+        updates += not torch.equal(before, weights_of(head.target_q))
+    return updates
 
 
 WEIGHTED = {"method.beta_awac": 1.0}
@@ -84,9 +122,13 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
         Effect(pull_on_values, equals={0.5: 1.0, 0.9: 0.2}),
         Effect(pull_on_low_values, equals={0.5: -1.0, 0.9: -1.8}),
     ],
-    "gamma": Effect(pull_on_q, rises=(0.0, 0.5, 1.0)),
-    "cql_scale": Effect("loss", rises=(0.0, 0.1, 1.0)),
+    "gamma": Effect(loss_by_its_formula, equals={0.0: 1.0, 0.5: 1.0, 0.9: 1.0}),
+    "cql_scale": [
+        Effect(loss_by_its_formula, equals={0.0: 1.0, 0.5: 1.0}, under=WEIGHTED),
+        Effect("gradient", linear=(0.0, 0.5, 1.0)),
+    ],
     "awac_scale": [
+        Effect("gradient", linear=(0.0, 0.5, 1.0), under=WEIGHTED),
         Effect(language_model_weight, equals={0.5: 0.5, 2.0: 2.0}),
         Effect("gradient of head.v", same=(0.5, 2.0), under=WEIGHTED),
         Effect("gradient of head.q", same=(0.5, 2.0), under=WEIGHTED),
@@ -95,9 +137,13 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     "awac_weight_max": Effect(
         language_model_weight, equals={1.0: 1.0, 5.0: 5.0, 20.0: math.e**2}, under={"method.beta_awac": 2.0}
     ),
-    "two_qs": Effect(heads, equals={False: 1, True: 2}),
-    "alpha": Effect(distance_of_targets, falls=(0.01, 0.5, 1.0)),
-    "steps_for_target_q_sync": Effect(distance_of_targets, rises=(1, 4, 10), under={"method.alpha": 1.0}),
+    "two_qs": [
+        Effect(heads, equals={False: 1, True: 2}),
+        Effect(loss_by_its_formula, equals={False: 1.0, True: 1.0}, under=WEIGHTED),
+    ],
+    # of the distance, 1 − α is left after the first step
+    "alpha": Effect(share_of_the_distance, equals={0.1: 0.9, 0.75: 0.25, 1.0: 0.0}),
+    "steps_for_target_q_sync": Effect(updates_of_targets, equals={1: 12, 4: 3, 5: 2}),
 }
 STRUCTURE = (
     # rewards are normalised over the dataset; the target of Q and the weights of tokens are detached from V

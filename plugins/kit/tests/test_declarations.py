@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from tables import table
 from trainkit.errors import PluginError
 from trainkit.plugins import available_trainers, get_trainer
 from trainkit.plugins.discovery import BUILT_IN
-from trainkit.testing import Declaration, Effect, Structure
+from trainkit.testing import Declaration, Effect, Structure, nudged
 from trainkit.testing.declarations import declaration_of
+from trainkit.testing.trainers import tiny_trainer
 from trainkit_kit import ConformanceError, check_trainer
+from trainkit_kit.checks.effects import unproven, unproven_settings
 from trainkit_kit.subjects import Subject
 
 ALGORITHMS = [name for name in available_trainers() if name in BUILT_IN]
@@ -36,6 +39,7 @@ WITHOUT_SCORES = {"sft", "dpo", "orpo", "cpo", "distill_offline"}
 def test_a_built_in_declares_its_settings_and_its_structure(name: str) -> None:
     kit = declaration_of(get_trainer(name))
     assert {*kit.effects} == Subject(name).method_fields - {"name"}
+    assert unproven(Subject(name)) == {}
     declared = {part for each in kit.structure for part, value in vars(each).items() if value}
     declared |= {"detached" for each in kit.structure if each.detached == ()}
     of_text = {"surrogate"} if Subject(name).language else set()
@@ -93,18 +97,31 @@ def test_what_is_no_declaration_is_refused(kit: str, tmp_path: Path, monkeypatch
 
 
 def test_an_effect_is_said_in_one_way_and_compares_values() -> None:
-    with pytest.raises(ValueError, match="one of rises, falls, same and equals; given none of them"):
+    with pytest.raises(ValueError, match="one of rises, falls, same, equals, linear and proportional; given none of"):
         Effect("loss")
     with pytest.raises(ValueError, match="given rises and same"):
         Effect("loss", rises=(0, 1), same=(0, 1))
     with pytest.raises(ValueError, match=r"falls of an Effect should be at least two values; given \(1,\)"):
         Effect("loss", falls=(1,))
+    with pytest.raises(ValueError, match=r"linear of an Effect should be at least three values; given \(0, 1\)"):
+        Effect("loss", linear=(0, 1))
     assert Effect("loss", equals={1: 2.0}).values == (1,)
+    assert (Effect("loss", linear=(0, 1, 2)).way, Effect("loss", proportional=(0, 1)).values) == ("linear", (0, 1))
 
 
 def twice(trainer: Any) -> float:
     """Return a number that is known."""
     return 2.0 * float(trainer.method.cliprange)
+
+
+def squared(trainer: Any) -> float:
+    """Return the square of a setting."""
+    return float(trainer.method.cliprange) ** 2
+
+
+def one(_: Any) -> float:
+    """Return one."""
+    return 1.0
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -116,7 +133,23 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "the values 2: 2, 4: 4; it is declared to fall",
     ),
     "no effect": ({"k": Effect("responses", same=(2, 4))}, "2: 2, 4: 4; it is declared not to change"),
-    "a number": ({"cliprange": Effect(twice, equals={0.1: 0.3})}, "gives twice the values 0.1: 0.2; the declared ones"),
+    "a number": (
+        {"cliprange": Effect(twice, equals={0.1: 0.3})},
+        r"gives twice the values 0.1: 0.2 \(Return a number that is known.\); the declared ones are 0.3",
+    ),
+    "a line": (
+        {"cliprange": Effect(squared, linear=(0.1, 0.2, 0.3))},
+        r"declared to be linear, and at 0.2 it is 0.01 away from that, of 0.05; a weight that is applied twice",
+    ),
+    "a proportion": (
+        {"cliprange": Effect(squared, proportional=(0.1, 0.3))},
+        "declared to be proportional, and at 0.1 it is 0.02 away from that, of 0.03",
+    ),
+    "a line that is flat": (
+        {"cliprange": Effect(one, linear=(0.1, 0.2, 0.3))},
+        "declared to be linear, and does not change",
+    ),
+    "an output": ({"cliprange": Effect("slope of value", equals={0.1: 0.0})}, "no output 'value'; did you mean 'value"),
 }
 
 
@@ -188,3 +221,54 @@ def test_a_model_of_unseeded_weights_is_not_reported_as_a_fault_of_micro_batches
         told = r"micro_batches: the weights of teacher \(.*\) differ between two trainers of one seed; make models in"
         with pytest.raises(ConformanceError, match=told):
             check_trainer("_test_distillation", only=["micro_batches"])
+
+
+def test_settings_without_a_declared_number_are_listed_with_the_lines_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    effects = {"cliprange": Effect("unclipped", rises=(0.1, 0.2))}
+    monkeypatch.setattr(dr_grpo, "KIT", Declaration(effects=effects), raising=False)
+    assert unproven_settings(Subject("_test_dr_grpo")) == (
+        "unproven: method.k (nothing is declared), method.cliprange (only a direction is declared)\n"
+        "  Write into researchers.dr_grpo, or into the module kit beside it, and correct the values:\n\n"
+        "    from trainkit.testing import Declaration, Effect\n"
+        "    KIT = Declaration(effects={\n"
+        '        "k": Effect("loss", equals={4: ..., 5: ...}),\n'
+        '        "cliprange": Effect("gradient", linear=(0.2, 0.2828, 0.3464)),\n'
+        "    })"
+    )
+    proven = Declaration(effects={"k": Effect("responses", equals={2: 2})}, structure=[Structure(surrogate="token")])
+    monkeypatch.setattr(dr_grpo, "KIT", proven, raising=False)
+    assert unproven_settings(Subject("_test_dr_grpo")) == ""
+
+
+def test_a_weight_without_a_declaration_that_is_applied_twice_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clip range of Dr. GRPO multiplies its loss here, and is as large as it was for the surrogate."""
+    honest = dr_grpo.DrGRPOTrainer.loss
+
+    def weighted(power: int) -> Any:
+        def loss(self: Any, batch: Any) -> Any:
+            found, metrics = honest(self, batch)
+            values = self.policy(batch.sequences).logprobs.mean()
+            return found + self.method.cliprange**power * values, metrics
+
+        return loss
+
+    monkeypatch.setattr(dr_grpo, "clipped_surrogate", lambda ratio, advantages, cliprange: -ratio * advantages)
+    monkeypatch.setattr(dr_grpo.DrGRPOTrainer, "loss", weighted(1))
+    check_trainer("_test_dr_grpo", only=["weights_count_once"])
+    monkeypatch.setattr(dr_grpo.DrGRPOTrainer, "loss", weighted(2))
+    with pytest.raises(
+        ConformanceError, match=r"by the square of method\.cliprange: as much from 0\.2 to 0\.2828 as to"
+    ):
+        check_trainer("_test_dr_grpo", only=["weights_count_once"])
+
+
+def test_the_probes_of_a_loss_have_heads_that_all_differ(tmp_path: Path) -> None:
+    """Q of ILQL is 0 at first, and so are its targets: the lower of two is then the higher, and V a constant."""
+    trainer = nudged(tiny_trainer("ilql", tmp_path), 0.1)
+    trainer.collect()
+    head = trainer.policy(trainer.store.experience.sequences).head
+    mask = trainer.store.experience.sequences.response_mask
+    table = torch.stack([head[name][mask] for name in ("values", "q0", "q1", "target_q", "cql")])
+    assert all((one - other).abs().min() > 0 for one, other in combinations(table, 2))
+    targets = [torch.cat([x.flatten() for x in each.buffers()]) for each in trainer.unwrapped.head.target_q]
+    assert (targets[0] - targets[1]).abs().min() > 0

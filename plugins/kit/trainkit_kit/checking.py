@@ -10,6 +10,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainkit.errors import NonFiniteError
 from trainkit_kit.failures import CheckError
 from trainkit_kit.repeating import difference_at_start
 from trainkit_kit.subjects import PARTS, Bench, Kind, Subject
@@ -29,6 +30,8 @@ class Check:
     kind: Kind
     function: Callable[[Bench], None]
     where: Condition
+    causes: str = ""
+    """What usually looks like this, for a plugin that fails; empty if what was seen says it."""
 
     def run(self, subject: Subject, folder: Path | None = None) -> None:
         """Run the check on ``subject``, without printing what the plugin prints.
@@ -40,6 +43,8 @@ class Check:
             bench = Bench(subject, folder or Path(made))
             try:
                 self.function(bench)
+            except NonFiniteError as error:
+                raise CheckError(f"{error}; the probe is a trainer with {bench.probe}") from error
             except CheckError as error:
                 if subject.kind not in PARTS and (told := difference_at_start(bench)):
                     raise CheckError(f"{told}. Checks that compare trainers fail by it, as this one: {error}") from None
@@ -61,12 +66,17 @@ OF_VARIANTS = {
 def check(
     *, kind: Kind = "trainer", where: Condition = lambda _: True
 ) -> Callable[[Callable[[Bench], None]], Callable[[Bench], None]]:
-    """Make a check of a function; its docstring says what it verifies and, in the paragraphs below, why it matters."""
+    """Make a check of a function. Its docstring says what it verifies and, in the paragraphs below, why it matters.
+
+    A last paragraph that begins with "Causes:" says what usually looks like this.
+    """
 
     def register(function: Callable[[Bench], None]) -> Callable[[Bench], None]:
-        proves, _, matters = (inspect.getdoc(function) or "").partition("\n\n")
+        text, _, causes = (inspect.getdoc(function) or "").partition("\n\nCauses: ")
+        proves, _, matters = text.partition("\n\n")
         name = function.__name__
-        CHECKS[name] = Check(name, " ".join(proves.split()), " ".join(matters.split()), kind, function, where)
+        proves, matters, causes = (" ".join(part.split()) for part in (proves, matters, causes))
+        CHECKS[name] = Check(name, proves, matters, kind, function, where, causes)
         return function
 
     return register

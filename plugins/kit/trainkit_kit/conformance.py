@@ -27,6 +27,7 @@ from trainkit.errors import ConfigError, suggest
 from trainkit.plugins import get_engine, get_sharding, get_trainer, is_registered
 from trainkit.plugins.registry import ENGINES, SHARDINGS, available_parts
 from trainkit_kit.checking import CHECKS, OF_VARIANTS, Check
+from trainkit_kit.checks.effects import unproven_settings
 from trainkit_kit.failures import CheckError, ConformanceError
 from trainkit_kit.subjects import Kind, Subject
 
@@ -102,6 +103,8 @@ class Report:
 
     name: str
     results: list[Result] = field(default_factory=list)
+    unproven: str = ""
+    """The settings of an algorithm whose effects are not declared, or not by a number, with the lines to write."""
 
     @property
     def failed(self) -> list[Result]:
@@ -120,7 +123,8 @@ class Report:
         for result in self.failed:
             lines += ["", f"{result.check.name}: {result.seen}", f"  purpose: {result.check.proves}"]
             lines += [f"  matters: {result.check.matters}"]
-        return "\n".join(lines)
+            lines += [f"  usual causes: {result.check.causes}"] if result.check.causes else []
+        return "\n".join([*lines, *(["", self.unproven] if self.unproven else [])])
 
 
 def check_plugin(
@@ -136,7 +140,8 @@ def check_plugin(
     Args:
         name: the registered or installed name; of an engine or a sharding also a mapping with its name and settings.
         model: of an engine, fields of the config of the model that it serves; by default a Llama of two layers.
-        expected_failures: names of checks that are expected to fail, each with the reason; if one passes, it fails.
+        expected_failures: names of checks that are expected to fail, each with the reason, besides those that the
+            algorithm declares; if one passes, it fails.
         only: names of the checks to run; by default all that apply.
         tell: a function that is called with each result as soon as it is known.
 
@@ -145,7 +150,8 @@ def check_plugin(
         ConfigError: ``expected_failures`` or ``only`` name no check that applies.
         RegistryError, PluginError: there is no such plugin, or it cannot be loaded.
     """
-    chosen, expected = _chosen(name, expected_failures or {}, only, model), dict(expected_failures or {})
+    expected = {**_declared(name), **(expected_failures or {})}
+    chosen = _chosen(name, expected, only, model)
     report = Report(name if isinstance(name, str) else name["name"])
     try:
         for subject, each in chosen:
@@ -154,6 +160,9 @@ def check_plugin(
     finally:
         for subject, _ in chosen:
             subject.stop()
+    if only is None:
+        trainers = (each for each in dict.fromkeys(subject for subject, _ in chosen) if each.kind == "trainer")
+        report.unproven = "\n".join(told for each in trainers if not each.variant and (told := unproven_settings(each)))
     if report.failed:
         raise ConformanceError(str(report))
     return report
@@ -182,6 +191,12 @@ def check_engine(
     """Run `check_plugin` on a plugin that must be a generation engine."""
     get_engine(name if isinstance(name, str) else name["name"])
     return check_plugin(name, model=model, expected_failures=expected_failures, only=only, tell=tell)
+
+
+def _declared(name: str | Mapping[str, Any]) -> dict[str, str]:
+    """Return the checks that a trainer declares to be expected to fail, with the reasons."""
+    trainers = [each for each in subjects_of(name) if each.kind == "trainer" and not each.variant]
+    return {check: why for each in trainers for check, why in each.declaration.expected_failures.items()}
 
 
 def _chosen(
@@ -233,7 +248,10 @@ class Case:
         try:
             self.check.run(self.subject)
         except CheckError as error:
-            raise CheckError(f"{error}\n\npurpose: {self.check.proves}\nmatters: {self.check.matters}") from None
+            causes = f"\nusual causes: {self.check.causes}" if self.check.causes else ""
+            raise CheckError(
+                f"{error}\n\npurpose: {self.check.proves}\nmatters: {self.check.matters}{causes}"
+            ) from None
 
 
 def parametrize_checks(
@@ -251,7 +269,7 @@ def parametrize_checks(
     """
     import pytest
 
-    expected = dict(expected_failures or {})
+    expected = {**_declared(name), **(expected_failures or {})}
     cases = []
     for subject, each in _chosen(name, expected, model=model):
         reason = expected.get(each.name)

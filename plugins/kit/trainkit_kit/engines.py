@@ -21,6 +21,7 @@ from trainkit.rollouts.engines import start
 from trainkit.testing import tiny_llama
 from trainkit.testing.trainers import PROMPTS, tiny_trainer
 from trainkit_kit.failures import require
+from trainkit_kit.launching import slowness
 from trainkit_kit.reinforce import registered
 
 MODEL = tiny_llama(10, hidden_size=64, intermediate_size=128)
@@ -28,7 +29,7 @@ MODEL = tiny_llama(10, hidden_size=64, intermediate_size=128)
 SPREAD = 0.15
 """The deviation of the noise that is added to the weights: the likeliest token then has a probability of about 0.4."""
 PATIENCE = 300.0
-"""Seconds within which an engine should answer, also if a process of it has died; a busy machine starts one slowly."""
+"""Seconds within which an engine should answer, also if a process of it has died, on an idle machine."""
 
 
 class Serving:
@@ -92,7 +93,7 @@ class Serving:
 
     def answer(self, request: Request, future: Future[Generated]) -> Generated:
         """Wait for the answer to ``request``; the check fails if it is not what was asked for."""
-        made = future.result(timeout=PATIENCE)
+        made = future.result(timeout=PATIENCE * slowness())
         fault = self.sampler.fault(request, made)
         require(not fault, f"the engine {fault}")
         return made

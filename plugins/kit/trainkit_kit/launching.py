@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -26,7 +27,7 @@ from accelerate.state import AcceleratorState, PartialState
 from trainkit_kit.failures import require
 
 LIMIT = 60.0
-"""Time limit of two processes in seconds, once everything is imported."""
+"""Time limit of two processes in seconds, once everything is imported, on an idle machine."""
 FROM_LAUNCHERS = ("ACCELERATE_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 """Prefixes of the environment variables that launchers set for their processes."""
 
@@ -47,6 +48,13 @@ def on_cpu() -> Iterator[None]:
             state.update(was)
 
 
+def slowness() -> float:
+    """Return how much longer work takes now than on an idle core, at least 1: time limits are multiplied by it."""
+    started = time.perf_counter()
+    sum(index * index for index in range(1_000_000))
+    return max((time.perf_counter() - started) / 0.1, 1.0)
+
+
 def launch(name: str, folder: Path, given: dict[str, Any], limit: float = LIMIT) -> list[dict[str, Any]]:
     """Train the plugin ``name`` in two processes from what is ``given``, and return the results of each process.
 
@@ -54,12 +62,13 @@ def launch(name: str, folder: Path, given: dict[str, Any], limit: float = LIMIT)
         name: the trainer, or the sharding if ``given`` has "what".
         folder: the directory for their runs.
         given: what they read.
-        limit: seconds within which they end.
+        limit: seconds within which they end on an idle machine; a busy one has `slowness` times as many.
 
     Raises:
         CheckError: a process failed, or did not end in time; the message holds what it wrote.
     """
     folder.mkdir(parents=True)
+    limit *= slowness()
     torch.save(given, folder / "given.pt")
     path = [place or os.getcwd() for place in sys.path]  # so that they can import what this process can
     job = {"name": name, "folder": str(folder), "limit": limit, "path": path, "environments": _environments()}

@@ -186,6 +186,15 @@ class Subject:
         return self.tiny.chosen_reference is not None
 
 
+USUAL = "its usual settings"
+
+
+def _short(value: Any) -> str:
+    """Return a value of a setting or an argument for messages."""
+    text = getattr(value, "__name__", None) or repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 class Bench:
     """What a check works with: tiny real trainers of the subject, each with its own run directory.
 
@@ -197,15 +206,22 @@ class Bench:
 
     def __init__(self, subject: Subject, folder: Path, **usual: Any) -> None:
         self.subject, self.folder, self.usual = subject, folder, {**subject.settings, **usual}
-        self._places = count()
+        self._places, self._probes = count(), list[str]()
 
     def under(self, **usual: Any) -> Bench:
         """Return a bench whose trainers have further changes; checks can be run on it under another condition."""
-        return Bench(self.subject, self.place(), **{**self.usual, **usual})
+        bench = Bench(self.subject, self.place(), **{**self.usual, **usual})
+        bench._probes = self._probes
+        return bench
 
     def in_one_turn(self) -> Bench:
         """Return a bench whose trainers sample one response per prompt, also those that need an environment."""
         return self.under(rollout__max_turns=1) if self.subject.needs_environment else self
+
+    @property
+    def probe(self) -> str:
+        """What the last trainer was made with, for messages."""
+        return self._probes[-1] if self._probes else USUAL
 
     def place(self) -> Path:
         """Return the path of a new directory, which does not exist yet."""
@@ -218,6 +234,8 @@ class Bench:
         hooked: dict[str, Any] = {} if name == self.subject.name else {key: [self.subject.name]}
         arguments = {**self.usual.get("arguments", {}), **changes.get("arguments", {})}
         merged = {**hooked, **self.usual, **changes, **({"arguments": arguments} if arguments else {})}
+        told = {**{k: v for k, v in merged.items() if k not in ("arguments", "callbacks", key)}, **arguments}
+        self._probes.append(", ".join(f"{k.replace('__', '.')} = {_short(v)}" for k, v in told.items()) or USUAL)
         return tiny_trainer(name, run_dir or self.place(), **merged)
 
     def collected(self, **changes: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trainkit.testing import Declaration, Effect, Structure
+from trainkit.testing import Declaration, Effect, Structure, nudged
 
 
 @torch.no_grad()
@@ -20,21 +20,38 @@ def loss_with_a_kl_of_10(trainer: Any) -> float:
     return float(trainer.loss(trainer.prepare_step(batch).to(trainer.accelerator.device))[0])
 
 
+@torch.no_grad()
+def loss_by_its_formula(trainer: Any) -> float:
+    """Return the loss divided by the mean of λ(1 − σ(±β(r − z))), z = max(0, mean r of mismatched samples)."""
+    method, batch = trainer.method, trainer.store.experience.to(trainer.accelerator.device)
+    nudged(trainer, 0.3)
+
+    def ratios(sequences: Any, reference: Any) -> Any:
+        return (trainer.policy(sequences).logprobs * sequences.response_mask).sum(1).double() - reference
+
+    r, z = ratios(batch.own, batch.ref_logps), torch.zeros((), dtype=torch.float64)
+    if method.reference_point == "mismatched":
+        z = ratios(batch.mismatched, batch.mismatched_ref_logps).mean().clamp(min=0)
+    good, bad = ((1 + (sign * method.beta * (r - z)).exp()) ** -1 for sign in (1, -1))
+    due = torch.where(batch.desirable, method.desirable_weight * good, method.undesirable_weight * bad)
+    return float(trainer.loss(trainer.prepare_step(batch))[0] / due.mean())
+
+
 EFFECTS: dict[str, Effect | list[Effect]] = {
-    "beta": [
-        Effect("credit of desirable", rises=(0.1, 0.5, 1.0)),
-        Effect("credit of undesirable", falls=(0.1, 0.5, 1.0)),
-    ],
+    "beta": Effect(loss_by_its_formula, equals={0.1: 1.0, 1.0: 1.0}, under={"method.desirable_weight": 1.25}),
     "desirable_weight": [
-        Effect("credit of desirable", rises=(0.5, 1.0, 2.0)),
+        Effect("credit of desirable", proportional=(0.5, 1.0, 2.0)),
         Effect("credit of undesirable", same=(0.5, 1.0, 2.0)),
     ],
     "undesirable_weight": [
         Effect("credit of desirable", same=(0.5, 1.0, 2.0)),
-        Effect("credit of undesirable", falls=(0.5, 1.0, 2.0)),
+        Effect("credit of undesirable", proportional=(0.5, 1.0, 2.0)),
     ],
-    # of 16 samples 6 are desirable, with the loss σ(1), and the others have σ(−1)
-    "reference_point": Effect(loss_with_a_kl_of_10, equals={"mismatched": 0.442235, "zero": 0.5}),
+    "reference_point": [
+        # of 16 samples 6 are desirable, with the loss σ(1), and the others have σ(−1)
+        Effect(loss_with_a_kl_of_10, equals={"mismatched": 0.442235, "zero": 0.5}),
+        Effect(loss_by_its_formula, equals={"mismatched": 1.0, "zero": 1.0}),
+    ],
 }
 # no baseline: a label counts in its own sample, and the reference point is a number
 KIT = Declaration(effects=EFFECTS, structure=(Structure(scores="row", surrogate="none", detached=()),))

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from trainkit import Verdict
 from trainkit.functional import masked_mean
-from trainkit.testing import Declaration, Effect, Structure
+from trainkit.testing import Declaration, Effect, Structure, nudged
 
 MOVED = {"optimizer.lr": 0.03, "method.ratio_threshold": None}
 STEERED = {"optimizer.lr": 0.03, "train.total_steps": 10, "method.ppo_epochs": 1}
@@ -19,6 +20,80 @@ def kl_coef_at_the_end(trainer: Any) -> float:
     trainer.learn()
     coef: float = trainer.kl.coef
     return coef
+
+
+def moved_rollouts(trainer: Any) -> tuple[Any, Any]:
+    """Return rollouts of a policy that has left its reference, with values that differ, and their experience."""
+    trainer.models.build()  # the reference is made with it
+    nudged(trainer, 0.1)
+    rollouts = trainer.sample([{"prompt": prompt} for prompt in "abcdefgh" * 2])
+    scores = torch.arange(16.0, device=rollouts.terminated.device) / 4 - 1
+    return rollouts, trainer.experience(rollouts, scores)
+
+
+@torch.no_grad()
+def returns_by_their_sum(trainer: Any) -> float:
+    """Return 1 + the largest error of the returns, relative to V_t + Σ_l (γλ)^l (r + γV' − V), Schulman et al. 2015."""
+    _, x = moved_rollouts(trainer)
+    gamma, lam, beta, mask = trainer.method.gamma, trainer.method.lam, trainer.kl.coef, x.sequences.response_mask
+    found, due = trainer.prepare_experience(x).returns[mask], list[float]()
+    for row, keep in enumerate(mask):
+        names = (x.scores - beta * (x.logprobs - x.ref_logprobs), x.values)
+        rewards, values = (each[row][keep].tolist() for each in names)
+        after = [*values[1:], 0.0]
+        deltas = [r + gamma * v - own for r, v, own in zip(rewards, after, values, strict=True)]
+        for t in range(len(deltas)):
+            due.append(values[t] + sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, len(deltas))))
+    wanted = torch.tensor(due).to(found)
+    return 1 + float((found - wanted).abs().max() / wanted.abs().max())
+
+
+@torch.no_grad()
+def loss_by_its_formula(trainer: Any) -> float:
+    """Return 1 + the error of the loss, relative to the terms of Schulman et al. 2017, equation 9, after a move."""
+    method, batch = trainer.method, nudged(trainer, 0.05).store.experience.to(trainer.accelerator.device)
+    mask = batch.sequences.response_mask
+    new = trainer.policy(batch.sequences, entropy=True)
+    ratio, error = (new.logprobs - batch.old_logprobs).exp(), new.values - batch.returns
+    surrogate = torch.minimum(ratio * batch.advantages, ratio.clamp(*near(1.0, method.cliprange)) * batch.advantages)
+    near_old = torch.clamp(new.values, *near(batch.old_values, method.cliprange_value)) - batch.returns
+    value = 0.5 * torch.maximum(error**2, near_old**2)
+    due = (-surrogate + method.vf_coef * value - method.ent_coef * new.entropy)[mask].double()
+    return float(1 + (trainer.loss(batch)[0] - due.mean()) / due.abs().mean())
+
+
+def near(x: Any, reach: float) -> tuple[Any, Any]:
+    """Return x − reach and x + reach."""
+    return x - reach, x + reach
+
+
+def largest_score(trainer: Any) -> float:
+    """Return what scores of 5 and −5 are scaled to, the larger one."""
+    scores = torch.tensor([[0.0, 5.0], [-5.0, 0.0]])
+    return float(trainer.scaled(scores, torch.ones(2, 2, dtype=torch.bool)).abs().max())
+
+
+def lost_by_truncation(trainer: Any) -> float:
+    """Return the mean difference of the scores of truncated responses from those that were given."""
+    rollouts, x = moved_rollouts(trainer)
+    given = torch.arange(16.0, device=rollouts.terminated.device) / 4 - 1
+    return float((x.scores.sum(1) - given)[~rollouts.terminated].mean())
+
+
+def largest_kl_of_a_step(trainer: Any) -> float:
+    """Return the largest KL from the old policy, of 0, 0.1, ..., 9.9, at which a step is made."""
+    return max(k / 10 for k in range(100) if at(trainer, k / 10, 1.0) is Verdict.STEP)
+
+
+def largest_ratio_of_a_step(trainer: Any) -> float:
+    """Return the largest mean ratio, of 1, 1.1, ..., 10.9, at which a step is made."""
+    return max(1 + k / 10 for k in range(100) if at(trainer, 0.0, 1 + k / 10) is Verdict.STEP)
+
+
+def at(trainer: Any, kl: float, ratio: float) -> Verdict:
+    """Return the verdict on a step with this KL from the old policy and this mean ratio."""
+    verdict: Verdict = trainer.judge({"policy/approx_kl": kl, "policy/ratio": ratio})
+    return verdict
 
 
 def returns_of(*, terminated: bool) -> Callable[[Any], float]:
@@ -37,22 +112,45 @@ def returns_of(*, terminated: bool) -> Callable[[Any], float]:
 
 
 EFFECTS: dict[str, Effect | list[Effect]] = {
-    "ppo_epochs": Effect("collections", falls=(1, 4)),
-    "gamma": Effect("size of returns", rises=(0.5, 1.0)),
-    "lam": Effect("returns", rises=(0.5, 1.0)),
-    "cliprange": Effect("unclipped", rises=(0.01, 1.0)),
-    "cliprange_value": Effect("unclipped values", rises=(1e-4, 10.0)),
-    "vf_coef": Effect("gradient of value_head", rises=(0.1, 2.0)),
-    "ent_coef": Effect("entropy", rises=(0.0, 1.0)),
-    "init_kl_coef": Effect("divergence", falls=(0.01, 1.0)),
-    "target": Effect(kl_coef_at_the_end, falls=(1e-6, 10.0), under={**STEERED, "method.horizon": 50}),
-    "horizon": Effect(kl_coef_at_the_end, rises=(20, 10_000), under={**STEERED, "method.target": 10.0}),
+    # twelve steps, two of them in a pass
+    "ppo_epochs": Effect("collections", equals={1: 6, 2: 3, 3: 2}),
+    "gamma": Effect(returns_by_their_sum, equals={0.5: 1.0, 1.0: 1.0}),
+    "lam": Effect(returns_by_their_sum, equals={0.0: 1.0, 0.5: 1.0, 1.0: 1.0}, under={"method.gamma": 0.9}),
+    "cliprange": Effect(loss_by_its_formula, equals={0.01: 1.0, 0.2: 1.0}),
+    "cliprange_value": [
+        Effect(loss_by_its_formula, equals={1e-3: 1.0, 0.1: 1.0, 10.0: 1.0}),
+        Effect("unclipped values", rises=(1e-4, 10.0)),
+    ],
+    "vf_coef": [
+        Effect("slope of values", proportional=(0.0, 0.1, 2.0)),
+        Effect(loss_by_its_formula, equals={0.0: 1.0, 0.1: 1.0, 2.0: 1.0}),
+    ],
+    "ent_coef": [
+        Effect("slope of entropy", equals={0.0: 0.0, 0.1: -0.1, 1.0: -1.0}),
+        Effect("entropy", rises=(0.0, 1.0)),
+    ],
+    "init_kl_coef": [
+        Effect("divergence", falls=(0.01, 1.0)),
+        Effect(returns_by_their_sum, equals={0.0: 1.0, 0.5: 1.0}),
+    ],
+    # β (1 ± 0.2 · 16 / horizon) after each of five collections; the KL of the first one is 0
+    "target": Effect(
+        kl_coef_at_the_end,
+        equals={1e-6: 0.05 * 0.936 * 1.064**4, 10.0: 0.05 * 0.936**5},
+        under={**STEERED, "method.horizon": 50},
+    ),
+    "horizon": Effect(
+        kl_coef_at_the_end,
+        equals={20: 0.05 * 0.84**5, 10_000: 0.05 * 0.99968**5},
+        under={**STEERED, "method.target": 10.0},
+    ),
     "scale_reward": [
         Effect("size of returns", falls=("none", "running")),
         Effect("size of returns", falls=("none", "ref")),
     ],
-    "cliprange_reward": Effect("size of returns", rises=(0.1, 1.0, None)),
+    "cliprange_reward": Effect(largest_score, equals={0.1: 0.1, 2.0: 2.0, None: 5.0}),
     "missing_eos_penalty": [
+        Effect(lost_by_truncation, equals={None: 0.0, 0.5: -0.5, 2.0: -2.0}),
         Effect("returns of truncated", falls=(None, 2.0)),
         Effect("returns of terminated", same=(None, 2.0)),
     ],
@@ -60,8 +158,14 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
         Effect(returns_of(terminated=False), rises=(False, True)),
         Effect(returns_of(terminated=True), same=(False, True)),
     ],
-    "target_kl": Effect("skipped", falls=(1e-6, None), under=MOVED),
-    "ratio_threshold": Effect("skipped", falls=(1.0001, None), under=MOVED),
+    "target_kl": [
+        Effect(largest_kl_of_a_step, equals={1.0: 1.5, 2.0: 3.0, None: 9.9}),
+        Effect("skipped", falls=(1e-6, None), under=MOVED),
+    ],
+    "ratio_threshold": [
+        Effect(largest_ratio_of_a_step, equals={2.0: 2.0, 5.0: 5.0, None: 10.9}),
+        Effect("skipped", falls=(1.0001, None), under=MOVED),
+    ],
 }
 STRUCTURE = (
     Structure(scores="collection", surrogate="token", detached=(), whitened=("advantages",), unscaled=("returns",)),

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
-from trainkit.testing import Declaration, Effect, Structure
+from typing import Any
+
+import torch
+
+from trainkit.testing import Declaration, Effect, Structure, nudged
+
+
+@torch.no_grad()
+def loss_by_its_formula(trainer: Any) -> float:
+    """Return the loss divided by the mean of log(1 + e^−(r_c − r_r − m)) + c (r_c + r_r)², with scores that differ."""
+    batch = nudged(trainer, 0.3).store.experience.to(trainer.accelerator.device)
+    chosen, rejected = (trainer.policy(side).double() for side in (batch.chosen, batch.rejected))
+    due = (1 + (batch.margins - chosen + rejected).exp()).log() + trainer.method.center_coef * (chosen + rejected) ** 2
+    return float(trainer.loss(batch)[0] / due.mean())
+
 
 EFFECTS: dict[str, Effect | list[Effect]] = {
-    "center_coef": Effect("loss", rises=(0.0, 0.1, 1.0)),
+    "center_coef": [
+        Effect("gradient", linear=(0.0, 0.1, 0.2)),
+        Effect(loss_by_its_formula, equals={0.0: 1.0, 0.1: 1.0}),
+    ],
 }
 STRUCTURE = (
     Structure(scores="row", surrogate="none", detached=()),

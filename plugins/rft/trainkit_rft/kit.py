@@ -20,18 +20,26 @@ def sampled_in_a_run(trainer: Any) -> int:
     return len(calls)
 
 
-def trained_in_a_run(trainer: Any) -> int:
-    """Return the number of rows that the collections of a run have together."""
-    honest, rows = trainer.prepare_experience, list[int]()
+def kept_in_visits(trainer: Any, visits: int) -> list[int]:
+    """Return how many of eleven responses with the scores 0 to 10 are kept in each of the next visits."""
+    trainer.pools, trainer.visits = {"[1]": {f"[{i}]": float(i) for i in range(11)}}, {}
+    return [len(trainer.improve(["[1]"])) for _ in range(visits)]
 
-    def prepare(experience: Any) -> Any:
-        batch = honest(experience)
-        rows.append(int(batch.response_mask.any(1).sum()))
-        return batch
 
-    trainer.prepare_experience = prepare
-    trainer.learn()
-    return sum(rows)
+def kept_in_the_first_visit(trainer: Any) -> int:
+    """Return how many of eleven responses are kept in the first visit."""
+    return kept_in_visits(trainer, 1)[0]
+
+
+def kept_in_the_last_visit(trainer: Any) -> int:
+    """Return how many of eleven responses are kept in the last visit before the thresholds begin again."""
+    return kept_in_visits(trainer, trainer.method.n_improve_steps)[-1]
+
+
+def length_of_a_schedule(trainer: Any) -> int:
+    """Return after how many visits the thresholds begin again."""
+    kept = kept_in_visits(trainer, 12)
+    return next(visit for visit in range(1, 12) if kept[visit] == kept[0])
 
 
 def largest_pool(trainer: Any) -> int:
@@ -43,11 +51,15 @@ def largest_pool(trainer: Any) -> int:
 LONG = {"train.total_steps": 10}
 ONE_KIND = {"method.start_percentile": 0.5, "method.end_percentile": 0.5}
 EFFECTS: dict[str, Effect | list[Effect]] = {
-    "rft_k": Effect("responses", rises=(2, 4, 8)),
-    "n_improve_steps": Effect(sampled_in_a_run, falls=(1, 2, 4), under={**ONE_KIND, **LONG}),
-    "start_percentile": Effect("rows", falls=(0.0, 0.9)),
-    "end_percentile": Effect(trained_in_a_run, falls=(0.1, 0.95), under={"method.n_improve_steps": 2, **LONG}),
-    "pool_size": Effect(largest_pool, rises=(1, 4, 8), under=LONG),
+    "rft_k": Effect("responses", equals={2: 2, 4: 4, 8: 8}),
+    "n_improve_steps": [
+        Effect(sampled_in_a_run, falls=(1, 2, 4), under={**ONE_KIND, **LONG}),
+        Effect(length_of_a_schedule, equals={2: 2, 3: 3, 6: 6}, under={"method.start_percentile": 0.1}),
+    ],
+    # the lowest score is never kept; at the percentile p, those from 10p on
+    "start_percentile": Effect(kept_in_the_first_visit, equals={0.0: 10, 0.5: 6, 0.9: 2}),
+    "end_percentile": Effect(kept_in_the_last_visit, equals={0.1: 10, 0.5: 6, 0.9: 2}),
+    "pool_size": Effect(largest_pool, equals={1: 1, 4: 4, 8: 8}, under=LONG),
 }
 # a prompt whose responses all have one score is compared with other prompts, which the tests of trainkit-rft cover
 STRUCTURE = (Structure(scores="group", surrogate="none", detached=()),)

@@ -33,9 +33,13 @@ def truncated_score_of_5(trainer: Any) -> float:
 
 TOKENS = {"method.ratio_level": "token"}
 EFFECTS: dict[str, Effect | list[Effect]] = {
-    "rloo_k": Effect("responses", rises=(2, 4, 8)),
-    "rloo_epochs": Effect("collections", falls=(1, 2, 4)),
-    "kl_coef": Effect("divergence", falls=(0.01, 0.1, 1.0)),
+    "rloo_k": Effect("responses", equals={2: 2, 4: 4, 8: 8}),
+    # twelve steps, two of them in a pass
+    "rloo_epochs": Effect("collections", equals={1: 6, 2: 3, 3: 2}),
+    "kl_coef": [
+        Effect("divergence", falls=(0.01, 0.1, 1.0)),
+        Effect("gradient", linear=(0.0, 0.5, 1.0), under={"method.cliprange": 10.0}),
+    ],
     "kl_level": Effect(spread_within_responses, rises=("sequence", "token")),
     "ratio_level": Effect("weight", rises=("sequence", "token")),
     "cliprange": Effect("unclipped", rises=(0.01, 0.1, 10.0)),

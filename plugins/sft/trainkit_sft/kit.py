@@ -21,10 +21,36 @@ def difference_of_two_losses(trainer: Any) -> float:
     return sum(abs(loss - losses[0]) for loss in losses) / DRAWS
 
 
+@torch.no_grad()
+def noise_of_the_embeddings(trainer: Any) -> torch.Tensor:
+    """Return what is added to the input of the first layer at real tokens in training, with a fixed seed. -> [N, D]."""
+    batch, seen = trainer.store.experience.to(trainer.accelerator.device), list[torch.Tensor]()
+    handle = trainer.unwrapped.model.transformer.h[0].register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    with torch.random.fork_rng():
+        for training in (False, True):
+            torch.manual_seed(0)
+            trainer.policy.train(training)
+            trainer.loss(batch)
+    handle.remove()
+    return (seen[1] - seen[0])[batch.attention_mask]
+
+
+def largest_noise(trainer: Any) -> float:
+    """Return the largest element of the noise, times sqrt(L · D) for rows of L tokens, to two digits: α."""
+    rows = trainer.store.experience.attention_mask
+    noise = noise_of_the_embeddings(trainer)
+    lengths = rows.sum(1).repeat_interleave(rows.sum(1)).unsqueeze(1)
+    return round(float((noise.abs() * (lengths * noise.size(1)).sqrt()).max()) / 10, 2) * 10
+
+
 EFFECTS: dict[str, Effect | list[Effect]] = {
     "train_on_prompts": Effect("weight", rises=(False, True)),
     "packing": [Effect("rows", falls=(False, True)), Effect("weight", same=(False, True))],
-    "neftune_alpha": Effect(difference_of_two_losses, rises=(0.0, 0.1, 10.0)),
+    "neftune_alpha": [
+        Effect(difference_of_two_losses, rises=(0.0, 0.1, 10.0)),
+        Effect(noise_of_the_embeddings, proportional=(0.0, 5.0, 10.0)),
+        Effect(largest_noise, equals={10.0: 10.0}),
+    ],
 }
 STRUCTURE = (Structure(surrogate="none", detached=()),)
 KIT = Declaration(effects=EFFECTS, structure=STRUCTURE)

@@ -7,6 +7,7 @@ ddpo-pytorch. What is "of the field" has been in the issues of many.
 from __future__ import annotations
 
 from mutants.planting import Bug
+from mutants.strange import STRANGE
 
 BUGS = (
     # ------------------------------------------------------------------------------------- masks, padding, EOS
@@ -1202,4 +1203,612 @@ BUGS = (
 +    return -F.logsigmoid(chosen - rejected - margins) + center_coef * (chosen + rejected).detach() ** 2
 """,
     ),
+    # ---------------------------------------- bugs that symmetric probes hide: weights, targets, statistics, limits
+    Bug(
+        "teacher_and_student_exchanged",
+        "the teacher has the policy's weight in the mixture, which at β = ½ is no difference",
+        "of the field",
+        "distill",
+        ("effects_as_declared",),
+        patch="""
+-        measure: Any = (lambda p, q, _: jensen_shannon(p, q, beta=beta)) if name == "jensen_shannon" else name
++        measure: Any = (lambda p, q, _: jensen_shannon(q, p, beta=beta)) if name == "jensen_shannon" else name
+""",
+    ),
+    Bug(
+        "mixture_weight_of_the_student",
+        "β is the policy's weight in the mixture instead of the teacher's",
+        "of the field",
+        "distill_offline",
+        ("effects_as_declared",),
+        patch="""
+-        mask, name, beta = batch.sequences.response_mask, self.method.divergence, self.method.beta
++        mask, name, beta = batch.sequences.response_mask, self.method.divergence, 1 - self.method.beta
+""",
+    ),
+    Bug(
+        "weight_of_rewards_applied_twice",
+        "rewards beside a teacher are weighted in the advantage and again in the loss",
+        "of the field",
+        "distill",
+        ("effects_as_declared",),
+        patch="""
+-        return replace(experience, advantages=(self.method.reward_coef * advantages).float())
++        return replace(experience, advantages=(self.method.reward_coef**2 * advantages).float())
+""",
+    ),
+    Bug(
+        "higher_of_two_targets",
+        "the higher of two target Q is taken, which overestimates",
+        "of the field",
+        "ilql",
+        ("effects_as_declared",),
+        patch="""
+-            "target_q": torch.stack(targets).amin(0),
++            "target_q": torch.stack(targets).amax(0),
+""",
+    ),
+    Bug(
+        "mean_of_two_targets",
+        "the mean of two target Q is taken instead of the lower one",
+        "of the field",
+        "ilql",
+        ("effects_as_declared",),
+        patch="""
+-            "target_q": torch.stack(targets).amin(0),
++            "target_q": torch.stack(targets).mean(0),
+""",
+    ),
+    Bug(
+        "conservative_loss_without_the_data",
+        "the conservative loss lowers Q of all tokens, and raises it nowhere",
+        "of the field",
+        "ilql",
+        ("effects_as_declared",),
+        patch="""
+-            return q.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), -token_logprobs(q, tokens)
++            return q.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), q.logsumexp(-1)
+""",
+    ),
+    Bug(
+        "conservative_loss_of_one_head",
+        "of two Q heads only the first has a conservative loss",
+        "of the field",
+        "ilql",
+        ("effects_as_declared",),
+        patch="""
+-            "cql": torch.stack([conservative for _, conservative in read]).sum(0),
++            "cql": read[0][1],
+""",
+    ),
+    Bug(
+        "cql_weighted_twice",
+        "the conservative loss is weighted twice",
+        "of the field",
+        "ilql",
+        ("effects_as_declared",),
+        patch="""
+-        loss = loss + method.cql_scale * masked_mean(head["cql"], mask) + method.awac_scale * masked_mean(awac, mask)
++        loss = loss + method.cql_scale**2 * masked_mean(head["cql"], mask)
++        loss = loss + method.awac_scale * masked_mean(awac, mask)
+""",
+    ),
+    Bug(
+        "own_value_as_the_next",
+        "Q is fitted to r + γ V of the same state",
+        "of the field",
+        "ilql",
+        ("effects_as_declared",),
+        patch="""
+-    return torch.zeros_like(values).masked_scatter(mask, zero_masked(chosen.roll(-1), follows))
++    return torch.zeros_like(values).masked_scatter(mask, zero_masked(chosen, follows))
+""",
+    ),
+    Bug(
+        "next_value_of_another_row",
+        "the last token of a row is followed by the first state of the next row",
+        "of the field",
+        "ilql",
+        ("effects_as_declared",),
+        patch="""
+-    return torch.zeros_like(values).masked_scatter(mask, zero_masked(chosen.roll(-1), follows))
++    return torch.zeros_like(values).masked_scatter(mask, chosen.roll(-1) + 0 * follows)
+""",
+    ),
+    Bug(
+        "weight_limited_before_its_scale",
+        "advantages of the language-model loss are limited before they are scaled",
+        "of the field",
+        "ilql",
+        ("effects_as_declared",),
+        patch="""
+-    return (beta * advantages).clamp(max=math.log(limit)).exp()
++    return (beta * advantages.clamp(max=math.log(limit))).exp()
+""",
+    ),
+    Bug(
+        "every_step_syncs",
+        "the targets are updated after every step, whatever the interval",
+        "of the field",
+        "ilql",
+        ("effects_as_declared",),
+        patch="""
+-        if self.progress.step % self.method.steps_for_target_q_sync == 0:
++        if self.progress.step % self.method.steps_for_target_q_sync >= 0:
+""",
+    ),
+    Bug(
+        "weights_of_labels_applied_twice",
+        "the weight of a sample is applied in the loss and in its margin",
+        "of the field",
+        "kto",
+        ("effects_as_declared",),
+        patch="""
+-    return weights * F.sigmoid(-margins)  # 1 − σ(m) = σ(−m)
++    return weights**2 * F.sigmoid(-margins)
+""",
+    ),
+    Bug(
+        "reference_point_below_zero",
+        "an estimate of the KL that is negative is not raised to 0",
+        "of the field",
+        "kto",
+        ("effects_as_declared",),
+        patch="""
+-        point = torch.zeros_like(rewards) if batch.kl is None else method.beta * batch.kl.clamp(min=0)
++        point = torch.zeros_like(rewards) if batch.kl is None else method.beta * batch.kl
+""",
+    ),
+    Bug(
+        "reference_point_without_beta",
+        "the estimate of the KL is compared with rewards in another unit",
+        "of the field",
+        "kto",
+        ("effects_as_declared",),
+        patch="""
+-        point = torch.zeros_like(rewards) if batch.kl is None else method.beta * batch.kl.clamp(min=0)
++        point = torch.zeros_like(rewards) if batch.kl is None else batch.kl.clamp(min=0)
+""",
+    ),
+    Bug(
+        "reference_point_of_own_samples",
+        "the reference point is estimated from the samples themselves and not from mismatched ones",
+        "of the field",
+        "kto",
+        ("effects_as_declared",),
+        patch="""
+-        kl = self.step_mean(batch, lambda x: response_logprobs(self.unwrapped, x.mismatched) - x.mismatched_ref_logps)
++        kl = self.step_mean(batch, lambda x: response_logprobs(self.unwrapped, x.own) - x.ref_logps)
+""",
+    ),
+    Bug(
+        "odds_weighted_twice",
+        "λ weighs the log-odds and again their loss",
+        "of the field",
+        "orpo",
+        ("effects_as_declared",),
+        patch="""
+-        losses = odds_ratio_loss(ratios)
++        losses = odds_ratio_loss(beta * ratios)
+""",
+    ),
+    Bug(
+        "odds_without_the_complement",
+        "the odds of a response are taken for its probability",
+        "of the field",
+        "orpo",
+        ("effects_as_declared",),
+        patch="""
+-        return log_odds(chosen) - log_odds(rejected)
++        return chosen - rejected
+""",
+    ),
+    Bug(
+        "odds_of_sums",
+        "the odds are those of whole responses instead of means over their tokens",
+        "of the field",
+        "orpo",
+        ("effects_as_declared",),
+        patch="""
+-        beta, (_, means) = self.method.beta, self.read(batch)
+-        ratios = self.log_ratios(*means)
++        beta, (sums, means) = self.method.beta, self.read(batch)
++        ratios = self.log_ratios(*sums)
+""",
+    ),
+    Bug(
+        "likelihood_weighted_twice",
+        "the weight of the likelihood of chosen outputs is applied twice",
+        "of the field",
+        "cpo",
+        ("effects_as_declared",),
+        patch="""
+-        return (losses - method.nll_weight * means.chosen).mean(), metrics
++        return (losses - method.nll_weight**2 * means.chosen).mean(), metrics
+""",
+    ),
+    Bug(
+        "simpo_margin_added",
+        "the margin of SimPO makes its comparison easier",
+        "of the field",
+        "cpo",
+        ("effects_as_declared",),
+        patch="""
+-                return simpo_loss(margins, gamma=method.simpo_gamma, **smoothing)
++                return simpo_loss(margins, gamma=-method.simpo_gamma, **smoothing)
+""",
+    ),
+    Bug(
+        "centring_of_each_side",
+        "the scores of a pair are squared one by one, which pulls their difference to 0 too",
+        "of the field",
+        "reward",
+        ("effects_as_declared",),
+        patch="""
+-    return -F.logsigmoid(chosen - rejected - margins) + center_coef * (chosen + rejected) ** 2
++    return -F.logsigmoid(chosen - rejected - margins) + center_coef * (chosen**2 + rejected**2)
+""",
+    ),
+    Bug(
+        "centring_weighted_twice",
+        "the weight of the centring is applied twice",
+        "of the field",
+        "reward",
+        ("effects_as_declared",),
+        patch="""
+-    return -F.logsigmoid(chosen - rejected - margins) + center_coef * (chosen + rejected) ** 2
++    return -F.logsigmoid(chosen - rejected - margins) + (center_coef * (chosen + rejected)) ** 2
+""",
+    ),
+    Bug(
+        "margins_of_pairs_doubled",
+        "the margin of a pair is subtracted from both of its sides",
+        "of the field",
+        "reward",
+        ("effects_as_declared",),
+        patch="""
+-    return -F.logsigmoid(chosen - rejected - margins) + center_coef * (chosen + rejected) ** 2
++    return -F.logsigmoid(chosen - rejected - 2 * margins) + center_coef * (chosen + rejected) ** 2
+""",
+    ),
+    Bug(
+        "kl_weighted_twice",
+        "the KL penalty in the loss is weighted twice",
+        "of the field",
+        "grpo",
+        ("effects_as_declared",),
+        patch="""
+-            losses, metrics["policy/kl_per_token"] = losses + method.kl_coef * k3, Mean.of(k3, mask)
++            losses, metrics["policy/kl_per_token"] = losses + method.kl_coef**2 * k3, Mean.of(k3, mask)
+""",
+    ),
+    Bug(
+        "kl_that_is_always_there",
+        "the KL penalty has a smallest weight, so that a small one has no effect",
+        "of the field",
+        "grpo",
+        ("effects_as_declared",),
+        patch="""
+-            losses, metrics["policy/kl_per_token"] = losses + method.kl_coef * k3, Mean.of(k3, mask)
++            losses, metrics["policy/kl_per_token"] = losses + max(method.kl_coef, 0.6) * k3, Mean.of(k3, mask)
+""",
+    ),
+    Bug(
+        "kl_estimated_by_a_square",
+        "the KL penalty is that of k2, half the squared log-ratio, and its metric that of k3",
+        "of the field",
+        "grpo",
+        ("effects_as_declared",),
+        patch="""
+-            losses, metrics["policy/kl_per_token"] = losses + method.kl_coef * k3, Mean.of(k3, mask)
++            k2 = 0.5 * (logprobs - zero_masked(batch.ref_logprobs, mask)) ** 2
++            losses, metrics["policy/kl_per_token"] = losses + method.kl_coef * k2, Mean.of(k3, mask)
+""",
+    ),
+    Bug(
+        "deviation_of_group_means",
+        "advantages are divided by the deviation of the means of the groups",
+        "of the field",
+        "grpo",
+        ("effects_as_declared",),
+        patch="""
+-            moments.update(rewards, self.reduce)
++            moments.update(groups.mean(1), self.reduce)
+""",
+    ),
+    Bug(
+        "deviation_of_centred_rewards",
+        "advantages are divided by the deviation of the advantages of the collection",
+        "of the field",
+        "grpo",
+        ("effects_as_declared",),
+        patch="""
+-            moments.update(rewards, self.reduce)
++            moments.update(advantages.flatten(), self.reduce)
+""",
+    ),
+    Bug(
+        "lengths_of_the_batch",
+        "a response is divided by the mean length of the batch instead of its own",
+        "of the field",
+        "grpo",
+        ("effects_as_declared",),
+        patch="""
+-        length = lengths if method.average == "responses" else self.config.rollout.max_new_tokens
++        means = lengths.float().mean().expand(len(lengths))
++        length = means if method.average == "responses" else self.config.rollout.max_new_tokens
+""",
+    ),
+    Bug(
+        "value_loss_weighted_twice",
+        "the value loss is weighted twice",
+        "of the field",
+        "ppo",
+        ("effects_as_declared",),
+        patch="""
+-        loss = masked_mean(policy, mask) + method.vf_coef * masked_mean(value, mask)
++        loss = masked_mean(policy, mask) + method.vf_coef**2 * masked_mean(value, mask)
+""",
+    ),
+    Bug(
+        "value_loss_doubled",
+        "the value loss is the squared error and not half of it, as its weight was chosen for",
+        "of the field",
+        "ppo",
+        ("effects_as_declared",),
+        patch="""
+-        loss = masked_mean(policy, mask) + method.vf_coef * masked_mean(value, mask)
++        loss = masked_mean(policy, mask) + 2 * method.vf_coef * masked_mean(value, mask)
+""",
+    ),
+    Bug(
+        "value_loss_by_the_smaller",
+        "of the two value losses, clipped and not, the smaller one is taken",
+        "of the field",
+        "ppo",
+        ("effects_as_declared",),
+        patch="""
+-        value = clipped_value_loss(new.values, batch.old_values, batch.returns, cliprange=method.cliprange_value)
++        reach = method.cliprange_value
++        near = torch.clamp(new.values, batch.old_values - reach, batch.old_values + reach)
++        value = 0.5 * torch.minimum((new.values - batch.returns) ** 2, (near - batch.returns) ** 2)
+""",
+    ),
+    Bug(
+        "values_clipped_around_returns",
+        "values are clipped around the returns instead of the values at sampling",
+        "of the field",
+        "ppo",
+        ("effects_as_declared",),
+        patch="""
+-        value = clipped_value_loss(new.values, batch.old_values, batch.returns, cliprange=method.cliprange_value)
++        value = clipped_value_loss(new.values, batch.returns, batch.returns, cliprange=method.cliprange_value)
+""",
+    ),
+    Bug(
+        "entropy_bonus_halved",
+        "the entropy bonus is averaged over twice as many tokens",
+        "of the field",
+        "ppo",
+        ("effects_as_declared",),
+        patch="""
+-            loss = loss - method.ent_coef * masked_mean(new.entropy, mask)
++            loss = loss - 0.5 * method.ent_coef * masked_mean(new.entropy, mask)
+""",
+    ),
+    Bug(
+        "discount_and_trace_exchanged",
+        "γ takes the place of λ, and λ that of γ",
+        "of the field",
+        "ppo",
+        ("effects_as_declared",),
+        patch="""
+-        advantages, returns = gae(x.values, rewards, mask, gamma=method.gamma, lam=method.lam, bootstrap=x.bootstrap)
++        advantages, returns = gae(x.values, rewards, mask, gamma=method.lam, lam=method.gamma, bootstrap=x.bootstrap)
+""",
+    ),
+    Bug(
+        "returns_of_the_sum_of_rewards",
+        "the critic is fitted to the sum of the rewards, whatever λ is",
+        "of the field",
+        "ppo",
+        ("effects_as_declared",),
+        patch="""
+-        advantages = whiten(advantages, mask, reduce=self.reduce) * x.weights
++        returns = gae(torch.zeros_like(x.values), rewards, mask, gamma=method.gamma, lam=1.0)[1]
++        advantages = whiten(advantages, mask, reduce=self.reduce) * x.weights
+""",
+    ),
+    Bug(
+        "kl_paid_one_token_late",
+        "a token pays for the KL of the token before it",
+        "of the field",
+        "ppo",
+        ("effects_as_declared",),
+        patch="""
+-        return kl_shaped_rewards(scores, x.logprobs, x.ref_logprobs, mask, self.kl.coef, penalty=x.penalty)
++        late = zero_masked(x.penalty, mask).roll(1, 1)
++        return kl_shaped_rewards(scores, x.logprobs, x.ref_logprobs, mask, self.kl.coef, penalty=late)
+""",
+    ),
+    Bug(
+        "kl_controller_reversed",
+        "a KL above the target lowers the price of the KL",
+        "of the field",
+        "ppo",
+        ("effects_as_declared",),
+        patch="""
+-            error = min(max(mean_kl / self.target - 1, -0.2), 0.2)
++            error = min(max(1 - mean_kl / self.target, -0.2), 0.2)
+""",
+    ),
+    Bug(
+        "kl_controller_without_a_horizon",
+        "β is adapted by collections instead of responses",
+        "of the field",
+        "ppo",
+        ("effects_as_declared",),
+        patch="""
+-            self.coef = max(self.coef * (1 + error * episodes / self.horizon), 0.0)
++            self.coef = max(self.coef * (1 + error / self.horizon), 0.0)
+""",
+    ),
+    Bug(
+        "scores_clipped_above_only",
+        "scores are clipped above and not below",
+        "of the field",
+        "ppo",
+        ("effects_as_declared",),
+        patch="""
+-        return scores if limit is None else scores.clamp(-limit, limit)
++        return scores if limit is None else scores.clamp(max=limit)
+""",
+    ),
+    Bug(
+        "threshold_of_the_kl_doubled",
+        "steps are skipped from twice the target KL on, instead of 1.5 times",
+        "of the field",
+        "ppo",
+        ("effects_as_declared",),
+        patch="""
+-        if target is not None and metrics["policy/approx_kl"] > 1.5 * target:
++        if target is not None and metrics["policy/approx_kl"] > 2 * target:
+""",
+    ),
+    Bug(
+        "kl_of_rewards_weighted_twice",
+        "the KL penalty in the reward is weighted twice",
+        "of the field",
+        "rloo",
+        ("effects_as_declared",),
+        patch="""
+-        penalty = -self.method.kl_coef * k1
++        penalty = -(self.method.kl_coef**2) * k1
+""",
+    ),
+    Bug(
+        "penalty_for_ending",
+        "the penalty is subtracted from responses that have ended",
+        "of the field",
+        "rloo",
+        ("effects_as_declared",),
+        patch="""
+-            return penalise_truncated(placed, terminated, mask, self.method.missing_eos_penalty)
++            return penalise_truncated(placed, ~terminated, mask, self.method.missing_eos_penalty)
+""",
+    ),
+    Bug(
+        "epochs_of_one_pass",
+        "a collection has one pass more than is set",
+        "of the field",
+        "rloo",
+        ("effects_as_declared",),
+        patch="""
+-        return self.method.rloo_epochs
++        return self.method.rloo_epochs + 1
+""",
+    ),
+    Bug(
+        "temperature_of_ipo_exchanged",
+        "the target of IPO is 1/β instead of 1/2β",
+        "of the field",
+        "dpo",
+        ("effects_as_declared",),
+        patch="""
+-                return ipo_loss(margins, beta=method.beta)
++                return ipo_loss(margins, beta=method.beta / 2)
+""",
+    ),
+    Bug(
+        "beta_of_pairs_applied_twice",
+        "log-ratios are scaled by β before the loss scales them",
+        "of the field",
+        "dpo",
+        ("effects_as_declared",),
+        patch="""
+-        method, margins = self.method, chosen - rejected
++        method, margins = self.method, self.method.beta * (chosen - rejected)
+""",
+    ),
+    Bug(
+        "best_of_the_first_two",
+        "of k responses only the first two are compared",
+        "of the field",
+        "online_dpo",
+        ("credit_follows_scores",),
+        patch="""
+-    groups = x.scores.view(-1, k)
++    groups = x.scores.view(-1, k).clone()
++    groups[:, 2:] = groups[:, :1]
+""",
+    ),
+    Bug(
+        "threshold_above_the_quantile",
+        "a response at the threshold is not kept",
+        "of the field",
+        "rft",
+        ("effects_as_declared",),
+        patch="""
+-    kept = [(s >= s.quantile(p)) & (s > s.min()) if s.min() < s.max() else s >= median for s, p in rows]
++    kept = [(s > s.quantile(p)) & (s > s.min()) if s.min() < s.max() else s >= median for s, p in rows]
+""",
+    ),
+    Bug(
+        "thresholds_one_visit_late",
+        "the second visit has the threshold of the first one again",
+        "of the field",
+        "rft",
+        ("effects_as_declared",),
+        patch="""
+-        percentiles = [schedule[self.visits.get(query, 0) % method.n_improve_steps] for query in queries]
++        visits = [max(self.visits.get(query, 0) - 1, 0) for query in queries]
++        percentiles = [schedule[visit % method.n_improve_steps] for visit in visits]
+""",
+    ),
+    Bug(
+        "pool_of_one_more",
+        "a pool holds one response more than is set",
+        "of the field",
+        "rft",
+        ("effects_as_declared",),
+        patch="""
+-                self.pools[query] = dict([*others, (response, score)][-self.method.pool_size :])
++                self.pools[query] = dict([*others, (response, score)][-self.method.pool_size - 1 :])
+""",
+    ),
+    Bug(
+        "surrogate_of_images_by_the_minimum",
+        "of the two terms of the surrogate of images, the larger objective is taken",
+        "of the field",
+        "ddpo",
+        ("effects_as_declared",),
+        patch="""
+-        loss = clipped_surrogate(ratio, batch.advantages, cliprange=limit).mean()
++        clipped = ratio.clamp(1 - limit, 1 + limit)
++        loss = torch.minimum(-batch.advantages * ratio, -batch.advantages * clipped).mean()
+""",
+    ),
+    Bug(
+        "advantages_of_images_clipped_above_only",
+        "advantages of images are clipped above and not below",
+        "of the field",
+        "ddpo",
+        ("effects_as_declared",),
+        patch="""
+-            self.advantages(rows, rewards).clamp(-limit, limit)[image],
++            self.advantages(rows, rewards).clamp(max=limit)[image],
+""",
+    ),
+    Bug(
+        "noise_of_embeddings_by_the_length",
+        "the noise of the embeddings has the scale of a longer sample",
+        "of the field",
+        "sft",
+        ("effects_as_declared",),
+        patch="""
+-        with embedding_noise(self.unwrapped, self.method.neftune_alpha):
++        with embedding_noise(self.unwrapped, self.method.neftune_alpha / 2**0.5):
+""",
+    ),
+    *STRANGE,
 )

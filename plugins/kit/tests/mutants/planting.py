@@ -18,7 +18,11 @@ from trainkit_kit import ConformanceError, check_plugin
 from trainkit_kit.conformance import Result
 
 ROOT = Path(__file__).parents[4]
-SOURCES = [*ROOT.glob("plugins/*/trainkit_*/trainer.py"), *ROOT.glob("examples/plugins/*/trainkit_*.py")]
+SOURCES = [
+    *ROOT.glob("plugins/*/trainkit_*/trainer.py"),
+    *ROOT.glob("examples/plugins/*/trainkit_*.py"),
+    *ROOT.glob("plugins/kit/tests/sound/*.py"),
+]
 SETTINGS = re.compile(r"^from trainkit_\w+\.config import .*\n", re.MULTILINE)
 """The line that imports the settings from their module. A mutant is one module, so it has their source instead."""
 FUTURE = "from __future__ import annotations\n"

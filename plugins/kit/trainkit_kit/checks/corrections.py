@@ -30,6 +30,9 @@ def corrections_as_declared(bench: Bench) -> None:
 
     With rollouts of older weights, or of an engine with other numbers, an algorithm that ignores the weights learns
     from responses that the policy would no longer give, as if they were its own.
+
+    Causes: `self.importance_weights(rollouts, policy)` is not called, or its result not used; the weights are
+    multiplied before a statistic such as whitening, so that they change other rows.
     """
     declared = bench.subject.trainer_class.corrections
     for correction in ("decoupled", "masked"):

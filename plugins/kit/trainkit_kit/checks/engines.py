@@ -19,6 +19,7 @@ from trainkit_kit.checking import check
 from trainkit_kit.checks.tools import require_close, require_same_weights, weights
 from trainkit_kit.engines import MODEL, PATIENCE, Serving, changed_since, prompts, seeds_of, state_of_process
 from trainkit_kit.failures import require
+from trainkit_kit.launching import slowness
 from trainkit_kit.subjects import Bench, Subject
 
 TEMPERATURE = 0.7
@@ -26,7 +27,7 @@ TEMPERATURE = 0.7
 TIE = 1e-3
 """Logits that differ by less are equally likely the largest: an engine may round differently."""
 CLOSING = 20.0
-"""Seconds within which the processes of an engine end."""
+"""Seconds within which the processes of an engine end, on an idle machine."""
 LIKELY = 1e-4
 """The smallest p-value of a χ² test that passes; a correct engine falls below it once in 10,000 versions of the kit."""
 
@@ -418,7 +419,8 @@ def engine_deaths(bench: Bench) -> None:
 
 def _require_same_or_error(subject: Subject, request: Any, expected: list[list[int]], early: Any) -> None:
     """Fail unless the answer is the expected one or an `EngineError`; start the engine again after an error."""
-    serving, ended = subject.serving, time.monotonic() + PATIENCE
+    limit = PATIENCE * slowness()
+    serving, ended = subject.serving, time.monotonic() + limit
     try:
         made = serving.answer(request, serving.engine.submit(request) if early is None else early)
         again = serving.answer(request, serving.engine.submit(request))
@@ -426,9 +428,7 @@ def _require_same_or_error(subject: Subject, request: Any, expected: list[list[i
         subject.stop()
         return
     finally:
-        require(
-            time.monotonic() < ended, f"after the death of a process the answer takes more than {PATIENCE:g} seconds"
-        )
+        require(time.monotonic() < ended, f"after the death of a process the answer takes more than {limit:g} seconds")
     same = made.ids == again.ids == expected
     require(same, "after the death of a process other ids are sampled with the same seeds")
     serving.load()
@@ -444,10 +444,11 @@ def engine_closes(bench: Bench) -> None:
     pids = serving.engine.pids
     require(pids, "the engine has no processes after it was started")
     bench.subject.stop()
-    ended = time.monotonic() + CLOSING
+    limit = CLOSING * slowness()
+    ended = time.monotonic() + limit
     while (left := [pid for pid in pids if _alive(pid)]) and time.monotonic() < ended:
         time.sleep(0.1)
-    require(not left, f"{len(left)} of {len(pids)} processes are alive {CLOSING:g} seconds after close()")
+    require(not left, f"{len(left)} of {len(pids)} processes are alive {limit:g} seconds after close()")
 
 
 def _alive(pid: int) -> bool:

@@ -54,6 +54,8 @@ def episodes_are_whole(bench: Bench) -> None:
     An algorithm that takes episodes apart into prompts and responses drops the environment's tokens, and then trains
     on another text than was sampled; one that takes everything after the prompt for the response trains on the
     environment's tokens.
+
+    Causes: `rollouts.queries` and `rollouts.responses` put together again; a response mask made from lengths.
     """
     trainer = playing(bench).collected()
     played = {_signed(row) for part in trainer.collector.collection.rollouts for row in _rows(part.sequences)}
@@ -85,6 +87,8 @@ def turn_rewards(bench: Bench) -> None:
     """Check that a higher reward of a turn gives the last token of that turn's output more credit.
 
     Rewards of turns that are all placed at the end of an episode, or lost, teach the first turn nothing of its own.
+
+    Causes: `per_response` of scores [B, T] in an algorithm with advantages per token; only the last reward read.
     """
     usual = playing(bench, paying({})).collected()
     rollouts = Rollouts.cat(usual.collector.collection.rollouts)
@@ -121,6 +125,8 @@ def episodes_keep_the_laws(bench: Bench) -> None:
 
     Code that counts from the first response token, or that takes the response for one piece, fails on rows with holes
     only.
+
+    Causes: positions counted from the first response token; `gae` or `cumsum` over columns instead of selected tokens.
     """
     for law in (mask_law, padding_amount, padding_side, batch_mates, micro_batches, accumulation):
         law(playing(bench))
@@ -131,6 +137,8 @@ def episodes_resume(bench: Bench) -> None:
     """Check that a run with an environment ends bit-equal, whether or not it was stopped and resumed at any step.
 
     What is remembered about episodes must survive a restart.
+
+    Causes: state of environments, or of an algorithm, that is not saved; seeds drawn when an episode begins.
     """
     resume_every_step(playing(bench))
 
@@ -140,6 +148,9 @@ def keep_chooses(bench: Bench) -> None:
     """Check that `keep` decides by its arguments alone, runs no model, and that only what it keeps is trained on.
 
     It is called on parts of a collection, whose size is chosen by memory, and on every process on its own rows.
+
+    Causes: a `keep` that reads an attribute, draws random numbers, or calls a model; rows that are kept and not
+    trained.
     """
     trainer = bench.trainer()
     honest, kept, calls = trainer.keep, set[Any](), list[int]()

@@ -47,13 +47,17 @@ def micro_batches(bench: Bench) -> None:
     If the means of micro-batches are averaged, short rows and the last rows count more. If they are added, the
     gradient of the loss, or of the critic alone, grows with the number of micro-batches. Losses that compare
     every row with all other rows instead of its own counterpart change, too.
+
+    Causes: `loss` is no mean over the units that `weight` counts; a statistic, such as whitening, inside of `loss`; [B]
+    and [B, 1] that broadcast to [B, B].
     """
     whole = nudged(bench.collected())
     exact = gradient(whole, whole.store.experience)
     for size in SIZES:
         trainer = nudged(bench.collected(train__microbatch_size=size, train__max_grad_norm=None))
         found, _ = stepped(trainer, trainer.store.experience)
-        require_same_gradient(exact, found, f"gradients of a step as a whole and in micro-batches of {size}")
+        what = f"gradients of a step as a whole and in micro-batches of {size}"
+        require_same_gradient(exact, found, what, model=trainer.unwrapped)
 
 
 @check()
@@ -62,6 +66,9 @@ def accumulation(bench: Bench) -> None:
 
     `weight` must count the units that `loss` averages over. What needs the whole step, e.g. a mean in the loss's
     denominator, belongs in `prepare_step`. Otherwise accumulating gradients trains another loss.
+
+    Causes: a `weight` that counts rows while `loss` averages over tokens, or the reverse; rows without weight in the
+    mean; a mean over the step that is not in `prepare_step`.
     """
     trainer = nudged(bench.collected())
     batch = trainer.store.experience
@@ -73,7 +80,8 @@ def accumulation(bench: Bench) -> None:
         share = part.weight / prepared.weight
         (trainer.loss(part.to(trainer.accelerator.device))[0] * share.to(trainer.accelerator.device)).backward()
     found = flat_gradient(trainer.unwrapped)
-    require_same_gradient(whole, found, "gradients of a whole step and of two parts of it, weighted by batch.weight")
+    what = "gradients of a whole step and of two parts of it, weighted by batch.weight"
+    require_same_gradient(whole, found, what, model=trainer.unwrapped)
 
 
 @check()
@@ -83,6 +91,9 @@ def weight_counts(bench: Bench) -> None:
     `weight` is the denominator of every mean over micro-batches and processes: if it counts rows and the loss averages
     over tokens, short responses contribute too much to the gradient. `lengths` must count all tokens of a row;
     otherwise micro-batches of a given number of tokens need more memory than planned.
+
+    Causes: `TokenBatch` for a loss over responses: set `unit` and override `weight`; a weight that leaves out rows
+    which the loss averages over.
     """
     trainer = bench.collected()
     batch = trainer.store.experience
@@ -146,6 +157,8 @@ def metric_totals(bench: Bench) -> None:
 
     In a mean of means a micro-batch of two tokens counts as much as one of a thousand. Metrics are totals and
     counts, `Mean.of(values, mask)`, and every micro-batch must have the same ones.
+
+    Causes: `Mean.of(values)` without the mask; a metric that only some micro-batches have; a number of Python.
     """
     trainer = nudged(bench.collected())
     with torch.no_grad():
@@ -171,6 +184,9 @@ def two_processes(bench: Bench) -> None:
     processes that divide the model (`train.sharding: fsdp2`): a loss, or an experience, that reads weights by itself or
     does not call the model equally often on all processes fails there. Two processes that are resumed end with the same
     bits.
+
+    Causes: `self.unwrapped` or `self.policy.module` in `loss`; statistics without `reduce=self.reduce`; an order of
+    rows that depends on the process; a seed without the rank.
     """
     trainer = nudged(bench.collected(train__max_grad_norm=None))
     batch = trainer.store.experience
@@ -183,7 +199,7 @@ def two_processes(bench: Bench) -> None:
     folder = bench.place()
     said = launch(bench.subject.name, folder, given)
     gradient_alone, found = stepped(trainer, batch)
-    _require_one_step(gradient_alone, floats(found), [each["step"] for each in said])
+    _require_one_step(trainer, gradient_alone, floats(found), [each["step"] for each in said])
     if bench.subject.language:
         _require_one_collection(bench.trainer(), [each["run"]["collection"] for each in said])
     if bench.subject.online:
@@ -199,10 +215,11 @@ def two_processes(bench: Bench) -> None:
     _require_same_in_shards(said[0]["run"]["weights"], said[0]["sharded"])
 
 
-def _require_one_step(alone: Tensor, found: dict[str, float], said: list[dict[str, Any]]) -> None:
+def _require_one_step(trainer: Any, alone: Tensor, found: dict[str, float], said: list[dict[str, Any]]) -> None:
     one, other = (each["gradient"] for each in said)
     require(torch.equal(one, other), "two processes do not exchange their gradients; loss must call self.policy")
-    require_same_gradient(alone.cpu(), one, "gradients of a step by one process and by two that share its rows")
+    what = "gradients of a step by one process and by two that share its rows"
+    require_same_gradient(alone.cpu(), one, what, model=trainer.unwrapped)
     require_same_metrics(found, said[0]["metrics"], "metrics of a step by one process and by two")
 
 
@@ -262,6 +279,8 @@ def packing(bench: Bench) -> None:
 
     A packed sample that attends to the sample before it, or whose positions continue from there, is learnt as another
     text. The first token after a boundary must not be predicted from the tokens before the boundary.
+
+    Causes: segments that are dropped when rows are packed; positions that are not counted from 0 in each sample.
     """
     trainers = [nudged(bench.collected(method__packing=packed)) for packed in (False, True)]
     apart, together = (trainer.store.experience for trainer in trainers)

@@ -15,7 +15,7 @@ from trainkit.models import TokenOutputs
 from trainkit.testing.trainers import PAIRS
 from trainkit_kit.checking import check
 from trainkit_kit.checks.structure import declared, fractions, raised, structures
-from trainkit_kit.checks.tools import Ids, for_loss, ids_of, nudged
+from trainkit_kit.checks.tools import Ids, as_it_was, for_loss, ids_of, nudged, require_finite
 from trainkit_kit.failures import require
 from trainkit_kit.subjects import Bench, Subject
 
@@ -68,10 +68,12 @@ def evaluated(trainer: Any, prepared: Batch, moved: Callable[[int, str, Tensor],
 
     handle = trainer.policy.register_forward_hook(replaced, with_kwargs=True)
     try:
-        loss, _ = trainer.loss(prepared)
+        with as_it_was(trainer):
+            loss, _ = trainer.loss(prepared)
     finally:
         handle.remove()
     require(calls, "the loss does not call trainer.policy")
+    require_finite(loss)
     return Evaluation(loss, calls)
 
 
@@ -84,6 +86,9 @@ def gradient_is_that_of_the_loss(bench: Bench) -> None:
 
     A term that is detached by mistake is in the loss and in its metrics, and nothing is learnt from it. A weight that
     should be detached, and is not, is learnt instead of what it weighs.
+
+    Causes: `.detach()` on a term instead of its weight; `torch.no_grad` around a part of the loss; targets that are not
+    detached.
     """
     for structure in structures(bench.subject, "detached"):
         assert structure.detached is not None, "structures() has selected it"
@@ -140,6 +145,8 @@ def nothing_is_clipped(bench: Bench) -> None:
     """Check that no output of the policy loses its gradient when the policy moves, where no surrogate is declared.
 
     A loss that is clipped or clamped stops to learn from a row as soon as the policy is far enough from where it was.
+
+    Causes: `clamp` of log-ratios, margins or weights; `relu` of a difference; a mask computed from the current policy.
     """
     for structure in structures(bench.subject, "surrogate"):
         if structure.surrogate != "none":
@@ -180,6 +187,9 @@ def scores_count_where_declared(bench: Bench) -> None:
 
     A comparison with rows of other prompts, or one that is missing, changes how much is learnt from each row, and often
     not in which direction.
+
+    Causes: a statistic over the collection where one of the group is meant, or the reverse; groups of the wrong size; a
+    baseline that is computed and not subtracted.
     """
     for structure in structures(bench.subject, "scores"):
         before, after, own = (_by_sampling if bench.subject.online else _by_dataset)(bench, structure.under)

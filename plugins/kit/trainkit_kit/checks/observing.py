@@ -66,6 +66,9 @@ def evaluation_is_free(bench: Bench) -> None:
 
     If an evaluation draws training's random numbers, or leaves the model in another mode, a run depends on how often it
     is evaluated.
+
+    Causes: random numbers from a generator that training shares; a model left in evaluation mode; statistics that are
+    updated in an evaluation.
     """
     changes = {**into_next_collection(bench), "train__eval_interval": 1, "train__save_interval": 1}
     with _compared(bench, "evaluating and saving") as runs:
@@ -85,6 +88,8 @@ def observing_is_free(bench: Bench) -> None:
     """Check that observers that generate, and draw from the global generators, leave weights and metrics bit-equal.
 
     Observing a run must not change its results.
+
+    Causes: random numbers from a global generator; state that `generate` changes.
     """
     with _compared(bench, "observers") as runs, seeded_generators(3):
         changes = into_next_collection(bench)
@@ -96,6 +101,8 @@ def export(bench: Bench) -> None:
     """Check that an export is the whole trained model: transformers gives equal logits, and training starts from it.
 
     If keys are prefixed, missing or unexpected, random weights are used with only a warning, or heads are lost.
+
+    Causes: names of parameters with the prefix of a wrapper; heads that are not written, or not loaded by `get_arch`.
     """
     trainer = bench.learnt()
     path = trainer.save_pretrained(bench.place())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -62,6 +63,9 @@ def first_update(bench: Bench) -> None:
     Any difference between the sampling policy, the trained policy and the reference, e.g. in temperature, dropout or
     number of layers, is otherwise learnt from as if the policy had changed. The check configures
     dropout and a temperature other than 1. The divergence from a reference that the settings name is not checked.
+
+    Causes: old log-probabilities of the sampler at another temperature, or in lower precision; `get_arch` without
+    `temperature=config.rollout.temperature`; dropout that is on in one of the passes.
     """
     require_one_policy(bench, model=tiny_gpt2(VOCABULARY, **SHARP, **DROPOUT), rollout__temperature=0.7)
 
@@ -100,6 +104,9 @@ def sampling_distribution(bench: Bench) -> None:
 
     Importance ratios between two temperatures, or over tokens that cannot be sampled, are learnt from as if the policy
     had changed. Truncation by top-k and top-p is not part of that distribution.
+
+    Causes: `get_arch` that passes no temperature or no logit mask to `make_policy`; a sampler with a copy of the
+    weights that updates do not reach.
     """
     letters = torch.arange(VOCABULARY) < len(LETTERS)
     no_repeats = letters.unsqueeze(0) & ~torch.eye(VOCABULARY, dtype=torch.bool)
@@ -149,6 +156,9 @@ def reference_is_frozen(bench: Bench) -> None:
 
     A reference in training mode gives different log-probabilities at each call, and a reference that shares trained
     weights changes with the policy; the divergence is then meaningless.
+
+    Causes: a copy that shares parameters with the policy; a reference that is not in evaluation mode; a second model
+    that is made without `self.frozen`.
     """
     changes = {"model": tiny_gpt2(VOCABULARY, **DROPOUT), "model__disable_dropout": False}
     trainer = bench.collected(**changes)
@@ -200,17 +210,30 @@ def sampled_ids(bench: Bench) -> None:
     """Check that the ids that were sampled are the ids that are trained.
 
     Text that is tokenised again may give other ids, which the policy did not sample with the probability that is
-    reinforced.
+    reinforced. An algorithm whose declared prompts have further columns, such as answers, may train on these, too.
+
+    Causes: texts of rollouts that are encoded again; a response mask that begins one token early or includes the
+    prompt.
     """
     tokenizer = merging_tokenizer()
-    arguments = {"tokenizer": tokenizer, "prompts": ["a", "b", "ab", "bab"]}
+    columns = further_columns(bench.subject)
+    prompts = [{**dict.fromkeys(columns, "ba"), "prompt": prompt} for prompt in ("a", "b", "ab", "bab")]
+    arguments = {"tokenizer": tokenizer, "prompts": prompts}
     trainer = bench.in_one_turn().collected(model=tiny_gpt2(len(tokenizer)), arguments=arguments)
     sampled = {ids for rollouts in trainer.collector.collection.rollouts for ids in ids_of(rollouts.sequences)}
     changed = [r for _, r in sampled if tuple(tokenizer(tokenizer.decode(list(r)))["input_ids"]) != r]
     require(len(changed) > len(sampled) // 8, "too few responses would change if they were tokenised again")
+    texts = {(query, tokenizer.decode(list(response))) for query, response in sampled}
     for reading in readings(trainer, weighted(trainer.store.experience)):
         for query, response in ids_of(reading.sequences):
-            require((query, response) in sampled, f"{query} → {response} is trained but was never sampled")
+            given = columns and (query, tokenizer.decode(list(response))) not in texts
+            require(given or (query, response) in sampled, f"{query} → {response} is trained but was never sampled")
+
+
+def further_columns(subject: Subject) -> list[str]:
+    """Return the columns besides the prompt that the declared prompts of an algorithm have."""
+    rows = subject.declaration.arguments.get("prompts", ())
+    return [name for name in (rows[0] if rows and isinstance(rows[0], Mapping) else ()) if name != "prompt"]
 
 
 @check(where=lambda subject: subject.language)
@@ -219,6 +242,8 @@ def eos_is_trained(bench: Bench) -> None:
 
     A mask of the ids that are not padding excludes EOS if the tokenizer pads with EOS, as is common with GPT-2, and the
     model never learns to stop.
+
+    Causes: a mask of `input_ids != pad_token_id`; a response that is cut before its EOS; the EOS appended twice.
     """
     tokenizer = character_tokenizer(LETTERS, pad_token=EOS)
     trainer = bench.in_one_turn().collected(arguments={"tokenizer": tokenizer})
@@ -274,6 +299,8 @@ def encoder_decoder(bench: Bench) -> None:
     They read prompt and response separately, so positions counted from the prompt's end are off by its length. A
     trainer that does not support them sets ``encoder_decoders = False``, and is not checked; neither is one that needs
     an environment.
+
+    Causes: positions that are counted from the prompt's end; `policy.model` called directly instead of `self.policy`.
     """
     model = tiny_t5(VOCABULARY)
     trainer = bench.collected(model=model)
@@ -300,6 +327,8 @@ def adapter(bench: Bench) -> None:
 
     The reference is then the model without its adapter; if the adapter is not disabled, the policy is compared with
     itself.
+
+    Causes: a reference that keeps the adapter on; parameters that are made trainable in `get_arch`.
     """
     changes: dict[str, Any] = {"model__peft_config": LORA, "optimizer__lr": 1e-2}
     if has_a_first_ratio(bench.subject):

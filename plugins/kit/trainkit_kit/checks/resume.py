@@ -31,6 +31,9 @@ def resume_every_step(bench: Bench) -> None:
 
     A restart that loses Adam's moments, a generator's state, an adaptive coefficient, or the position in the epoch or
     in the schedule changes the rest of the training, and nothing reports it.
+
+    Causes: an attribute that is not in `state_dict` or `remembers`; a random generator of one's own; a counter that
+    begins again.
     """
     changes = {**into_next_collection(bench), **with_dropout(bench), "scheduler__name": "linear"}
     straight = bench.learnt(**changes, train__save_interval=1, train__keep_checkpoints=100)
@@ -62,6 +65,9 @@ def state_is_complete(bench: Bench) -> None:
 
     A controller's coefficient, a running standard deviation or a target that is not saved is reset by every restart.
     Comparing resumed runs reveals this only for state that has changed before the restart.
+
+    Causes: an attribute that is assigned in `prepare_experience` or `after_step` and not saved; a `load_state_dict`
+    that forgets a key.
     """
     for settings in variants(bench):
         trainer = bench.trainer(**{"train.total_steps": 3, "optimizer.lr": 0.01, **settings})

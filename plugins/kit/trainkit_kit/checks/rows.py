@@ -6,23 +6,26 @@ from typing import Any
 
 import torch
 
+from trainkit.data import Batch
 from trainkit_kit.checking import check
 from trainkit_kit.checks.tools import (
+    apart,
     collected_from,
     floats,
-    gradient,
     left_padded,
     measured,
     nudged,
+    only_part,
     require_same_experience,
     require_same_gradient,
+    require_same_learning,
     require_same_metrics,
     right_padded,
     sequences_in,
     widened,
     with_garbage,
 )
-from trainkit_kit.failures import require
+from trainkit_kit.failures import CheckError, require
 from trainkit_kit.subjects import Bench, Subject
 
 
@@ -45,6 +48,9 @@ def mask_law(bench: Bench) -> None:
 
     A loss that multiplies by the mask turns a NaN or an infinity in padding into a NaN of the whole model. A
     loss that ignores the mask learns from padding. Advantages that are whitened over padding differ between batches.
+
+    Causes: `x * mask` instead of `masked_fill`, `zero_masked` or `masked_mean`; a mean or a standard deviation without
+    a mask; a mask that is applied after `exp` or a division.
     """
     trainer = nudged(bench.collected())
     batch = trainer.store.experience
@@ -53,11 +59,31 @@ def mask_law(bench: Bench) -> None:
         f"no Sequences of the {type(batch).__name__} has padding, so masks cannot be checked; put tokens, and tensors "
         "about tokens, into a TokenBatch or into a Batch with Sequences in it",
     )
-    (clean, found), (dirty, seen) = measured(trainer, batch), measured(trainer, with_garbage(batch))
-    require_same_gradient(clean, dirty, "gradients without and with garbage under the mask", rtol=0)
-    require_same_metrics(found, seen, "metrics of a batch without and with garbage under the mask")
-    spoilt = collected_from(bench, with_garbage)
-    require_same_collection(bench.collected(), spoilt, "prepared without and with garbage under the mask")
+    what, spoilt = "without and with garbage under the mask", with_garbage(batch)
+    try:
+        require_same_learning(trainer, batch, spoilt, what, rtol=0)
+    except CheckError as error:
+        raise CheckError(f"{error}; {_leaks(trainer, batch, spoilt)}") from None
+    dirty = collected_from(bench, with_garbage)
+    require_same_collection(collected_from(bench), dirty, f"prepared {what}")
+
+
+def _leaks(trainer: Any, batch: Batch, spoilt: Batch) -> str:
+    """Return which fields of a batch change the loss by what is under the mask, in words."""
+    (clean, found), leaking = measured(trainer, batch), list[str]()
+    for name, tensor in batch.flatten().items():
+        part = only_part(batch, spoilt, name)
+        if tensor is part.flatten()[name]:
+            continue
+        gradient_, seen = measured(trainer, part)
+        try:
+            require_same_gradient(clean, gradient_, "gradients", rtol=0)
+            require_same_metrics(found, seen, "metrics")
+        except CheckError:
+            leaking.append(name)
+    if not leaking:
+        return "no field alone does it, so two of them are combined before they are masked"
+    return f"it leaks from the field {', '.join(leaking)}"
 
 
 @check(where=language)
@@ -66,14 +92,16 @@ def padding_amount(bench: Bench) -> None:
 
     A mean over padded columns depends on the longest row in the batch, and so do statistics of a
     collection that include padding.
+
+    Causes: `.mean()` or `.mean(1)` instead of `masked_mean`; `mask.size(1)` or `numel()` as a number of tokens;
+    whitening without a mask.
     """
     trainer = nudged(bench.collected())
     batch = trainer.store.experience
-    (one, found), (other, seen) = measured(trainer, batch), measured(trainer, widened(batch, 5))
-    require_same_gradient(one, other, "gradients without and with five more columns of padding")
-    require_same_metrics(found, seen, "metrics of a batch without and with five more columns of padding")
+    what = "without and with five more columns of padding"
+    require_same_learning(trainer, batch, widened(batch, 5), what)
     wide = collected_from(bench, lambda experience: widened(experience, 5))
-    require_same_collection(bench.collected(), wide, "prepared without and with five more columns of padding")
+    require_same_collection(collected_from(bench), wide, f"prepared {what}")
 
 
 @check(where=lambda subject: subject.causal)
@@ -82,13 +110,13 @@ def padding_side(bench: Bench) -> None:
 
     Code that finds the first or last tokens of a response by counting columns finds other tokens if prompts differ in
     length, or if rows are padded on the left, as generation pads them.
+
+    Causes: columns counted from the left or the right end, such as `[:, -1]`; a shift by one column without the mask.
     """
     trainer = nudged(bench.collected())
     batch = trainer.store.experience
-    (one, found), (other, seen) = measured(trainer, batch), measured(trainer, left_padded(batch))
-    require_same_gradient(one, other, "gradients of rows that are padded on the right and on the left")
-    require_same_metrics(found, seen, "metrics of rows that are padded on the right and on the left")
-    usual, turned = bench.collected(), collected_from(bench, left_padded)
+    require_same_learning(trainer, batch, left_padded(batch), "of rows that are padded on the right and on the left")
+    usual, turned = collected_from(bench), collected_from(bench, left_padded)
     what = "what prepare_experience makes of rows that are padded on the right and on the left"
     require_same_experience(usual.store.experience, right_padded(turned.store.experience), what)
 
@@ -100,6 +128,9 @@ def batch_mates(bench: Bench) -> None:
     A collection is made in parts of `rollout.batch_size` rows, which is chosen by memory and may separate the responses
     to one prompt. Statistics that are computed while a part is made change with its size; code that compares
     rows belongs in `prepare_experience`.
+
+    Causes: a statistic in `experience` or `make_experience` that belongs in `prepare_experience`; groups that are read
+    where a part may divide them.
     """
     whole = _in_parts_of(bench, 1_000)
     for size in (5, 3):
@@ -113,7 +144,7 @@ def _in_parts_of(bench: Bench, size: int) -> Any:
     if trainer.online:
         rows = [{**row, "seed": seed} for seed, row in enumerate(trainer.pipeline.rows)]
         trainer.add_prompt_pipeline(rows)
-    trainer.collect()
+    apart(trainer).collect()
     return trainer
 
 
@@ -122,9 +153,11 @@ def row_order(bench: Bench) -> None:
     """Check that the order of a batch's rows does not change the gradient.
 
     Batches are shuffled, so an algorithm that pairs rows by their position in a batch compares unrelated rows.
+
+    Causes: rows compared by their position in the batch of a step, such as `view(-1, k)` in `loss`; an index into the
+    collection.
     """
     trainer = nudged(bench.collected())
     batch = trainer.store.experience
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(3))
-    one, other = gradient(trainer, batch), gradient(trainer, batch.select(order))
-    require_same_gradient(one, other, "gradients of a batch and of its rows in another order")
+    require_same_learning(trainer, batch, batch.select(order), "of a batch and of its rows in another order")

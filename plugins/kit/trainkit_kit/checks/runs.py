@@ -40,6 +40,8 @@ def determinism(bench: Bench) -> None:
     """Check that two runs with one seed give bit-equal weights and metrics, and a run with another seed does not.
 
     A run that cannot be repeated cannot be debugged; and if the seed has no effect, ten runs are the same run.
+
+    Causes: a global or unseeded generator; the order of a set; a model that is not made in `get_arch`.
     """
     changes = into_next_collection(bench)
     one, again, other = (bench.learnt(**changes, train__seed=seed) for seed in (1, 1, 2))
@@ -59,6 +61,8 @@ def global_rng(bench: Bench) -> None:
 
     Shared generators make a run depend on everything that was drawn before: by the user's program, by evaluations, by
     other plugins.
+
+    Causes: `torch.rand`, `random` or `numpy.random` without a generator (use `trainkit.seeding`); `manual_seed`.
     """
     changes = {**into_next_collection(bench), **with_dropout(bench), "train__eval_interval": 2}
     ended = []
@@ -115,6 +119,9 @@ def batch_is_frozen(bench: Bench) -> None:
 
     A collection is iterated over several times, and observers get the rollouts: what one step writes into its batch,
     the next step learns from.
+
+    Causes: an operation with a trailing underscore, or `x[...] = `, on a tensor of the batch; a dataclass without
+    `frozen=True`.
     """
     trainer = bench.trainer()
     rows = repr(trainer.pipeline.rows)
@@ -188,6 +195,8 @@ def metric_names(bench: Bench) -> None:
 
     They are merged over micro-batches and processes by name: a plain number is averaged wrongly, a name that is missing
     on one process blocks the others, and a metric that holds a graph keeps the memory of every step.
+
+    Causes: a tensor or float instead of `Mean.of`; a metric under a condition; values that are not detached.
     """
     trainer = bench.trainer(**into_next_collection(bench), train__microbatch_size=3)
     names = _heard(trainer)
@@ -203,6 +212,8 @@ def metrics_vary(bench: Bench) -> None:
 
     A metric that never changes is trusted until it is needed: a clip fraction that is always 0, a KL that is measured
     against the policy itself.
+
+    Causes: a metric of constants; a comparison of a tensor with itself; a setting reported as a metric.
     """
     values: dict[str, int] = {}
     moving = {**into_next_collection(bench, steps=8), "optimizer.lr": 0.03}
@@ -237,6 +248,8 @@ def clipping(bench: Bench) -> None:
     """Check that the gradient is clipped to ``train.max_grad_norm`` at every step.
 
     Clipping that works only in the first step or epoch misses the one large gradient that it is meant for.
+
+    Causes: a gradient that is changed after `update` clipped it; an optimizer step of one's own.
     """
     limit, used = 1e-4, list[float]()
     trainer = bench.trainer(**into_next_collection(bench), train__max_grad_norm=limit)
@@ -268,6 +281,8 @@ def skipped_steps(bench: Bench) -> None:
 
     A guard that logs and then steps anyway has no effect. If only the gradient is set to zero, Adam's moments and
     weight decay still change the weights.
+
+    Causes: `judge` or `after_step` that changes state before the verdict; an optimizer step of one's own.
     """
     for verdict in (Verdict.SKIP, Verdict.STOP):
         _leave_out(bench, verdict)
@@ -308,6 +323,8 @@ def schedule(bench: Bench) -> None:
     """Check that learning rates follow the schedule from its first value.
 
     Stepping the schedule before the optimizer loses the peak rate and ends one step early.
+
+    Causes: a scheduler of one's own; parameter groups that are made anew.
     """
     used: list[float] = []
     trainer = bench.trainer(scheduler__name="linear", optimizer__lr=1e-3, train__total_steps=4)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.data import Batch, Rollouts, Sequences
+from trainkit.data import Batch, Preferences, Rollouts, Sequences
 from trainkit.errors import suggest
 from trainkit.functional import masked_sum
 from trainkit.plugins import hookimpl
@@ -73,11 +73,14 @@ def sized(bench: Bench, size: int) -> dict[str, Any]:
 def credit_follows_scores(bench: Bench) -> None:
     """Check that within a group a better response has no less credit, and the best more than the worst.
 
-    Groups have 2, 3 and 4 responses of one token each; scores are fractions, negative or large. Code that pairs the
-    best with the second-best, reads a group by columns instead of rows, or compares with zero instead of the group,
-    passes if all groups have two responses and all scores are positive.
+    Groups have 2, 3 and 4 responses of one token each; scores are fractions, negative, of both signs or large. Code
+    that pairs the best with the second-best, reads a group by columns instead of rows, or compares with zero instead of
+    the group, passes if all groups have two responses and all scores are positive.
+
+    Causes: `argsort` used in the place of `argmax`; `view(k, -1)` instead of `view(-1, k)`; a baseline of 0 or of
+    another group; advantages that are clipped on one side.
     """
-    for size, (factor, shift) in zip((*SIZES, 4), ((1, 0), (1, -5), (300, 0), (1, 0)), strict=True):
+    for size, (factor, shift) in zip((*SIZES, 4), ((1, 0), (1, -5), (300, 0), (1, -0.5)), strict=True):
         settings = sized(bench, size)
         trainer = bench.collected(
             **settings,
@@ -87,7 +90,7 @@ def credit_follows_scores(bench: Bench) -> None:
         )
         credits_ = credits_of(trainer, trainer.store.experience)
         for group in _groups(trainer):
-            _require_order(group, credits_, strict=(factor, shift) == (1, 0))
+            _require_order(group, credits_, strict=(factor, shift) in ((1, 0), (1, -0.5)))
 
 
 def _groups(trainer: Any) -> list[list[tuple[float, Ids]]]:
@@ -121,6 +124,8 @@ def prompts_may_repeat(bench: Bench) -> None:
 
     A prompt can occur twice in a collection: datasets repeat prompts, and an epoch can end within a collection. Code
     that finds the groups by the text of their prompts merges these two.
+
+    Causes: groups found by the text or the ids of their prompts; a dict by prompt that a later group overwrites.
     """
     settings = sized(bench, 3)
     trainer = bench.trainer(**{**settings, "rollout.max_new_tokens": 3}, arguments={"reward_fn": fractions})
@@ -164,15 +169,28 @@ def has_pairs(subject: Subject) -> bool:
     return "pairs" in subject.inputs
 
 
-@check(where=has_pairs)
+def may_have_pairs(subject: Subject) -> bool:
+    """Return whether the subject learns from pairs of a dataset, or may make pairs of what it samples."""
+    return has_pairs(subject) or subject.samples_text
+
+
+@check(where=may_have_pairs)
 def sides_of_pairs(bench: Bench) -> None:
     """Check that the loss raises the chosen side of every pair and lowers the rejected one, whichever is longer.
 
-    Sides that are sorted by length, or padded apart and then confused, are exchanged in some of the pairs.
+    Sides that are sorted by length, or padded apart and then confused, are exchanged in some of the pairs. An online
+    algorithm passes unless its experience is pairs (`Preferences`).
+
+    Causes: `chunk` of a batch that was sorted in between; chosen and rejected exchanged in the reference; a margin with
+    the wrong sign.
     """
     trainer = bench.collected()
-    pull, pairs = _pull(readings(trainer, trainer.store.experience)), trainer.encode_preferences(trainer.pipeline.rows)
-    sides = ids_of(pairs.chosen), ids_of(pairs.rejected)
+    if not has_pairs(bench.subject) and not isinstance(trainer.store.experience, Preferences):
+        return
+    pairs = trainer.store.experience
+    if has_pairs(bench.subject):
+        pairs = trainer.encode_preferences(trainer.pipeline.rows)
+    pull, sides = _pull(readings(trainer, trainer.store.experience)), (ids_of(pairs.chosen), ids_of(pairs.rejected))
     for one, other in zip(*sides, strict=True):
         if one in sides[1] or other in sides[0]:
             continue  # the chosen side of one pair, and the rejected one of another
@@ -185,7 +203,8 @@ def sides_of_pairs(bench: Bench) -> None:
         )
     whole = [sum(pull.get(ids, 0.0) for ids in side) for side in sides]  # a pair may have its margin already
     require(whole[0] > 0 > whole[1], f"the loss raises chosen sides by {whole[0]:.4g}, rejected ones by {whole[1]:.4g}")
-    _require_margins_pull(bench)
+    if has_pairs(bench.subject):
+        _require_margins_pull(bench)
 
 
 def _require_margins_pull(bench: Bench) -> None:
@@ -221,6 +240,9 @@ def labels_decide(bench: Bench) -> None:
     """Check that the loss raises samples whose label is true and lowers the others; one in three is true.
 
     With as many good samples as bad ones, exchanged labels or weights can pass for noise.
+
+    Causes: labels compared as `label == 1` after a cast; `torch.where` with its branches exchanged; a reference point
+    with the wrong sign.
     """
     trainer = bench.collected()
     pull = _pull(readings(trainer, trainer.store.experience))
@@ -248,6 +270,9 @@ def reference_counts_in_every_row(bench: Bench) -> None:
     If the policy itself takes the place of the reference in some of the rows, or on one side of pairs, the divergence
     from the reference is not limited there, and its metric is only somewhat too small. Algorithms that use nothing
     but divergences over the vocabulary pass.
+
+    Causes: the policy's own log-probabilities in the place of the reference's, on one side or in some rows; a
+    difference that is detached from both.
     """
     usual, trained = _with_reference(bench, {})
     if usual is None:
@@ -321,6 +346,9 @@ def own_score_left_out(bench: Bench) -> None:
 
     A baseline that includes the own score scales every advantage by (k − 1)/k: the direction stays right, and the size
     of a step depends on k.
+
+    Causes: the mean of the whole group as baseline (use `leave_one_out`); groups that are read by columns; a division
+    by the standard deviation.
     """
     for structure in structures(bench.subject, "baseline"):
         rises: dict[int, float] = {}
@@ -387,6 +415,44 @@ def _advantages(trainer: Any) -> dict[Ids, Tensor]:
     return {ids: credit * float(batch.weight) for ids, credit in credits_of(trainer, batch).items()}
 
 
+def scored_by_a_function(subject: Subject) -> bool:
+    """Return whether the subject learns from scores that a reward function gives to text that it samples."""
+    return subject.samples_text and "reward_fn" in subject.inputs
+
+
+@check(where=scored_by_a_function)
+def constant_in_scores(bench: Bench) -> None:
+    """Check that one more in all scores changes no advantage by more than one more in its own score.
+
+    A baseline is subtracted, and takes back some of what all scores have in common, or all of it. One that is added
+    leaves the expected gradient as it is, and makes it so noisy that a short run may learn all the same.
+
+    Causes: a baseline with the wrong sign; a score that is counted twice, in the reward and in its baseline; a mean of
+    the group that is divided by another number than that of its responses.
+    """
+    usual = bench.collected(arguments={"reward_fn": fractions})
+    before = _means_of_advantages(usual)
+    after = _means_of_advantages(bench.collected(arguments={"reward_fn": scaled(1, 1.0)}))
+    rollouts = Rollouts.cat(usual.collector.collection.rollouts)
+    texts = list(zip(rollouts.prompts, rollouts.outputs, strict=True))
+    alone = {ids: text for ids, text in zip(ids_of(rollouts.sequences), texts, strict=True) if texts.count(text) == 1}
+    changes = {ids: after[ids] - before[ids] for ids in alone if ids in before and ids in after}
+    size = max((abs(value) for value in before.values()), default=0.0)
+    ids = max(changes, key=lambda each: abs(changes[each]), default=None)
+    if ids is None or abs(changes[ids]) <= 1e-3 * size:
+        return
+    own = _means_of_advantages(bench.collected(arguments={"reward_fn": raised(alone[ids])})).get(ids, 0.0) - before[ids]
+    require(
+        abs(changes[ids]) <= 1.05 * abs(own) + 1e-3 * size,
+        f"if all scores rise by 1, the mean advantage of the response {ids[0]} → {ids[1]} changes by "
+        f"{changes[ids]:.4g}; if its own score does alone, by {own:.4g}",
+    )
+
+
+def _means_of_advantages(trainer: Any) -> dict[Ids, float]:
+    return {ids: float(values.mean()) for ids, values in _advantages(trainer).items() if values.numel()}
+
+
 @check(where=clips)
 def surrogate_is_pessimistic(bench: Bench) -> None:
     """Check that after an update the credit of a token is ρA, or 0 where ρ has left the clip range in A's direction.
@@ -394,6 +460,9 @@ def surrogate_is_pessimistic(bench: Bench) -> None:
     With clipped weights (CISPO) it is clip(ρ)A. Otherwise, where ρ has left the range against A's direction, the
     gradient must bring it back: max(−Aρ, −A clip(ρ)). A surrogate that is only clipped, a ratio of the policy to
     itself, and a range that is not used all train in the first step on a collection, where ρ is 1, as they should.
+
+    Causes: the clipped term alone, without the maximum; a ratio of the policy to itself; a clip range that is not the
+    setting's; a ratio per token where one per response is declared, or the reverse.
     """
     for structure in structures(bench.subject, "surrogate"):
         if structure.surrogate == "none":
@@ -472,6 +541,9 @@ def whitened_once(bench: Bench) -> None:
     """Check that the fields declared as whitened have mean 0 and standard deviation 1 over a collection's tokens.
 
     Whitening over a minibatch, over rows, or not at all changes the size of every step.
+
+    Causes: `whiten` with another mask, over a minibatch, or of rows instead of tokens; advantages that are changed
+    after they were whitened.
     """
     for structure in structures(bench.subject, "whitened"):
         batch = bench.collected(arguments={"reward_fn": fractions}, **structure.under).store.experience
@@ -491,6 +563,8 @@ def fields_keep_the_scale_of_scores(bench: Bench) -> None:
     """Check that the fields declared as unscaled rise at a response's last token by as much as all scores.
 
     Returns that are whitened, like advantages, are targets in another unit than the critic's values.
+
+    Causes: `whiten` of returns; rewards that are scaled or clipped before the returns are computed.
     """
     for structure in structures(bench.subject, "unscaled"):
         trainers = [
@@ -510,6 +584,9 @@ def kl_penalty_counts_where_declared(bench: Bench) -> None:
 
     A penalty that counts from the next token on, that all tokens of a response pay although only later ones should, or
     that the baseline lacks, is a penalty still, and lowers the divergence.
+
+    Causes: a cumulative sum that includes or leaves out the token itself; a baseline of scores without penalties; a
+    penalty that is counted twice.
     """
     for structure in structures(bench.subject, "kl"):
         require("kl_coef" in bench.subject.method_fields, "the structure declares kl, and there is no setting kl_coef")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
@@ -12,10 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainkit.data import Batch, Sequences, TokenBatch
+from trainkit.errors import NonFiniteError
 from trainkit.metrics import Metrics
 from trainkit.plugins import hookimpl
+from trainkit.testing import nudged as nudged
 from trainkit.trainer.base import Verdict
-from trainkit_kit.failures import require
+from trainkit_kit.failures import CheckError, require
 from trainkit_kit.subjects import Bench
 
 # ---------------------------------------------------------------------------------------------------------- comparing
@@ -34,26 +38,107 @@ def require_same_weights(one: dict[str, Tensor], other: dict[str, Tensor], what:
     require(not differ, f"{what} differ in {', '.join(differ[:3])}{' and more' if len(differ) > 3 else ''}")
 
 
-def require_close(one: Tensor, other: Tensor, what: str, *, rtol: float = 1e-4, atol: float = 1e-6) -> None:
-    """Fail unless two tensors agree, NaN with NaN; ``what`` names the two."""
+def require_close(
+    one: Tensor, other: Tensor, what: str, *, rtol: float = 1e-4, atol: float = 1e-6, tokens: Tensor | None = None
+) -> None:
+    """Fail unless two tensors agree, NaN with NaN; ``what`` names the two.
+
+    The message says in which row and at which token they differ; ``tokens`` is the mask by which tokens are counted.
+    """
     require(one.shape == other.shape, f"{what} have different shapes, {tuple(one.shape)} and {tuple(other.shape)}")
     if not one.is_floating_point():
         require(torch.equal(one, other), f"{what} differ in {int((one != other).sum())} of {one.numel()} elements")
         return
-    off, largest = (float(x.abs().max()) if x.numel() else 0.0 for x in (one - other, one))
-    require(
-        torch.allclose(one, other, rtol=rtol, atol=atol, equal_nan=True),
-        f"{what} differ by up to {off:.3g}; the largest element is {largest:.3g}",
+    if torch.allclose(one, other, rtol=rtol, atol=atol, equal_nan=True):
+        return
+    off = (one - other).abs().nan_to_num(nan=torch.inf).masked_fill(one.isnan() & other.isnan() | (one == other), 0.0)
+    number = int((off > atol + rtol * other.abs().nan_to_num()).sum())
+    raise CheckError(
+        f"{what} differ by up to {float(off.max()):.3g}{place_of(off, tokens)}, and in {number} of {off.numel()} "
+        f"elements; the largest element is {float(one.abs().max()):.3g}"
     )
 
 
-def require_same_gradient(one: Tensor, other: Tensor, what: str, *, rtol: float = 1e-4) -> None:
-    """Fail unless two gradients agree, up to rounding, and are not zero; ``what`` names the two."""
+LONG = 1000
+"""Numbers in a vector from which on it is a flat gradient, and has no rows."""
+
+
+def place_of(off: Tensor, tokens: Tensor | None = None) -> str:
+    """Return where a tensor [B], [B, T] or [B, T, *] is largest, in words; empty for a scalar or a flat gradient.
+
+    ``tokens`` [B, T] is true at the tokens that are counted; without it, columns are.
+    """
+    if not off.dim():
+        return ""
+    at = [int(index) for index in torch.unravel_index(off.argmax(), off.shape)]
+    if len(at) == 1:
+        return f" in row {at[0]}" if len(off) < LONG else ""
+    if tokens is None or tokens.shape != off.shape[:2] or not tokens[at[0], at[1]]:
+        return f" in row {at[0]}, column {at[1]}"
+    row = tokens[at[0]]
+    return f" in row {at[0]} at response token {int(row[: at[1]].sum())} of {int(row.sum())} (counted from 0)"
+
+
+def require_same_gradient(
+    one: Tensor, other: Tensor, what: str, *, rtol: float = 1e-4, model: nn.Module | None = None
+) -> None:
+    """Fail unless two gradients agree, up to rounding, and are not zero; ``what`` names the two.
+
+    With a ``model``, the message names the parameters in which they differ most.
+    """
     require(
         one.isfinite().all() and one.any(),
         f"of the {what}, the first is {'zero' if one.isfinite().all() else 'not finite'}",
     )
-    require_close(one, other, what, rtol=rtol, atol=1e-5 * float(one.abs().max()))
+    try:
+        require_close(one, other, what, rtol=rtol, atol=1e-5 * float(one.abs().max()))
+    except CheckError as error:
+        raise CheckError(f"{error}{_in_parameters(one, other, model)}") from None
+
+
+def _in_parameters(one: Tensor, other: Tensor, model: nn.Module | None) -> str:
+    """Return the parameter in which two flat gradients differ most, and in how many they do, in words."""
+    if model is None or one.shape != other.shape:
+        return ""
+    named = [(name, p.numel()) for name, p in model.named_parameters() if p.requires_grad]
+    sizes = [size for _, size in named]
+    off = [float((a - b).norm()) for a, b in zip(one.split(sizes), other.split(sizes), strict=True)]
+    differ = sum(not each <= 1e-6 * max(float(one.norm()), 1e-12) for each in off)
+    worst = max(range(len(off)), key=lambda index: off[index] if off[index] == off[index] else torch.inf)
+    return f"; they differ in {differ} of {len(named)} parameters, most in {named[worst][0]}"
+
+
+def require_same_learning(trainer: Any, one: Batch, other: Batch, what: str, *, rtol: float = 1e-4) -> None:
+    """Fail unless a trainer has the same gradient and metrics on two batches; ``what`` names the two.
+
+    The message says from which row and token something else is learnt.
+    """
+    (clean, found), (changed, seen) = measured(trainer, one), measured(trainer, other)
+    try:
+        require_same_gradient(clean, changed, f"gradients {what}", rtol=rtol, model=trainer.unwrapped)
+    except CheckError as error:
+        raise CheckError(f"{error}{_in_rows(trainer, one, other)}") from None
+    require_same_metrics(found, seen, f"metrics of a batch {what}")
+
+
+def _in_rows(trainer: Any, one: Batch, other: Batch) -> str:
+    """Return the row and the token whose credit differs most between two batches, in words."""
+    try:
+        before, after = (credits_of(trainer, batch) for batch in (one, other))
+    except Exception:  # the garbage of a probe, or a model without log-probabilities: the gradients are told already
+        return ""
+    worst, told = 0.0, ""
+    for index, (ids, credit) in enumerate(before.items()):
+        if ids not in after or after[ids].shape != credit.shape or not credit.numel():
+            continue
+        off = (credit - after[ids]).abs().nan_to_num(nan=torch.inf)
+        if float(off.max()) > worst:
+            worst, at = float(off.max()), int(off.argmax())
+            told = (
+                f"; what is learnt from response token {at} of {len(credit)} of row {index}, whose ids are {ids[0]} → "
+                f"{ids[1]}, is {float(credit[at]):.4g} and {float(after[ids][at]):.4g}"
+            )
+    return told
 
 
 def require_same_metrics(one: Mapping[str, float], other: Mapping[str, float], what: str) -> None:
@@ -69,11 +154,13 @@ def require_same_metrics(one: Mapping[str, float], other: Mapping[str, float], w
 def require_same_experience(one: Batch, other: Batch, what: str) -> None:
     """Fail unless two batches are equal where their masks are true, up to rounding; ``what`` names the two."""
     require(type(one) is type(other), f"{what} are a {type(one).__name__} and a {type(other).__name__}")
-    left, right = under_masks(one).flatten(), under_masks(other).flatten()
+    clear = under_masks(one)
+    left, right = clear.flatten(), under_masks(other).flatten()
+    tokens = clear.sequences.response_mask if isinstance(one, TokenBatch) else None
     odd = sorted(left.keys() ^ right.keys())
     require(not odd, f"{what} do not have the same fields: {', '.join(odd)}")
     for name, value in left.items():
-        require_close(value, right[name], f"{what} ({name})", rtol=1e-4, atol=1e-5)
+        require_close(value, right[name], f"{what} ({name})", rtol=1e-4, atol=1e-5, tokens=tokens)
 
 
 def require_same_rows(one: Batch, other: Batch, what: str) -> None:
@@ -131,17 +218,6 @@ def floats(metrics: Metrics) -> dict[str, float]:
 # ---------------------------------------------------------------------------------------------------------- measuring
 
 
-def nudged(trainer: Any, size: float = 0.02) -> Any:
-    """Add small noise to the trainer's weights, so that the policy differs from the one that sampled; return it."""
-    draws = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in trainer.unwrapped.parameters():
-            if parameter.requires_grad:
-                noise = size * torch.randn(parameter.shape, generator=draws)
-                parameter += noise.to(parameter.device, parameter.dtype)
-    return trainer
-
-
 def flat_gradient(model: nn.Module) -> Tensor:
     """Return a flat copy of the gradient; parameters without one count as zero."""
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -151,13 +227,32 @@ def flat_gradient(model: nn.Module) -> Tensor:
 @torch.no_grad()
 def for_loss(trainer: Any, batch: Batch) -> Any:
     """Return a batch of the store as `loss` gets it, if a step is one micro-batch: prepared, on the device."""
-    return trainer.prepare_step(batch).to(trainer.accelerator.device)
+    with as_it_was(trainer):
+        return trainer.prepare_step(batch).to(trainer.accelerator.device)
+
+
+@contextmanager
+def as_it_was(trainer: Any) -> Iterator[None]:
+    """Restore the algorithm's state after the context: a measurement is no step, and the next one begins as it did."""
+    state = copy.deepcopy(trainer.state_dict())
+    try:
+        yield
+    finally:
+        trainer.load_state_dict(state)
+
+
+def require_finite(loss: Tensor) -> None:
+    """Raise a `NonFiniteError` unless a loss is finite; the check then says for which probe it is not."""
+    if not loss.isfinite().all():
+        raise NonFiniteError(f"the loss is {float(loss.detach().sum())}")
 
 
 def measured(trainer: Any, batch: Batch) -> tuple[Tensor, dict[str, float]]:
     """Return the flat gradient of the loss's mean over a whole batch, and the metrics, with the loss among them."""
     trainer.optimizer.zero_grad()
-    loss, found = trainer.updater.measure(for_loss(trainer, batch))
+    prepared = for_loss(trainer, batch)
+    with as_it_was(trainer):
+        loss, found = trainer.updater.measure(prepared)
     loss.backward()
     flat = flat_gradient(trainer.unwrapped)
     trainer.optimizer.zero_grad()
@@ -187,9 +282,18 @@ def unequal(batch: Batch) -> list[Tensor]:
     return list(order.tensor_split([max(3 * len(batch) // 8, 1)]))
 
 
-def collected_from(bench: Bench, change: Callable[[Any], Any], **changes: Any) -> Any:
-    """Return a tiny trainer that applied ``change`` to its experience before `prepare_experience`."""
-    trainer = bench.trainer(**changes)
+def apart(trainer: Any) -> Any:
+    """Move the policy of a trainer that has not collected away from its reference, and return the trainer.
+
+    Divergences from the reference are 0 before, and so is what is wrong about them.
+    """
+    trainer.models.build()  # the reference is made with it
+    return nudged(trainer, 0.1)
+
+
+def collected_from(bench: Bench, change: Callable[[Any], Any] = lambda experience: experience) -> Any:
+    """Return a tiny trainer, `apart` from its reference, that applied ``change`` before `prepare_experience`."""
+    trainer = apart(bench.trainer())
     honest = trainer.prepare_experience
     trainer.prepare_experience = lambda experience: honest(change(experience))
     trainer.collect()
@@ -241,6 +345,21 @@ def with_garbage(batch: Any, seed: int = 0) -> Any:
         return torch.where(_like(sequences.attention_mask, x), x, junk)
 
     return aligned(batch, spoil)
+
+
+def only_part(clean: Any, changed: Any, name: str, prefix: str = "") -> Any:
+    """Return the batch ``clean`` with one tensor of ``changed``, given by its dotted name."""
+    parts = changed.parts()
+    return type(clean)(
+        **{
+            key: only_part(value, parts[key], name, f"{prefix}{key}.")
+            if isinstance(value, Batch)
+            else parts[key]
+            if f"{prefix}{key}" == name
+            else value
+            for key, value in clean.parts().items()
+        }
+    )
 
 
 def under_masks(batch: Any) -> Any:
@@ -333,10 +452,12 @@ def readings(trainer: Any, batch: Batch) -> list[Reading]:
     prepared = for_loss(trainer, batch)
     handle = trainer.policy.register_forward_hook(note, with_kwargs=True)
     try:
-        loss, _ = trainer.loss(prepared)
+        with as_it_was(trainer):
+            loss, _ = trainer.loss(prepared)
     finally:
         handle.remove()
     require(asked, "the loss does not call trainer.policy")
+    require_finite(loss)
     loss.backward()
     trainer.optimizer.zero_grad()
     return [Reading(sequences, None if told is None else told.grad) for sequences, told in asked]

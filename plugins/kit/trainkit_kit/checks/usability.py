@@ -40,6 +40,8 @@ def config_round_trip(bench: Bench) -> None:
     """Check that settings survive YAML, plain data, pickle and `evolve`, with defaults, descriptions and bounds.
 
     A run is resumed, shared and compared by its config.yaml. A setting that is lost there or not described is useless.
+
+    Causes: a type that YAML has no word for; a validator that changes values; an attribute that is no field.
     """
     required = _required(bench.subject)
     config: TRLConfig[Any] = TRLConfig.from_dict({"method": {"name": bench.subject.name, **required}})
@@ -70,6 +72,8 @@ def settings_alone(bench: Bench) -> None:
 
     Configurations are checked with them before the algorithm is imported: two classes would be two opinions, and a
     mistyped setting should not take seconds to be told.
+
+    Causes: a `config` module that imports torch, or a package whose `__init__` does.
     """
     alone = read_settings(bench.subject.name)
     if alone is None:  # a single module, whose settings are read by importing it
@@ -127,6 +131,9 @@ def fields_have_effects(bench: Bench) -> None:
 
     Tuning a setting that has no effect, or that affects only a metric, is useless. Most such settings were disconnected
     by a later change that nobody noticed.
+
+    Causes: a setting that is read once and not used; a condition that is never true in a short run, which a context can
+    declare; a setting that only a metric reads.
     """
     courses: dict[str, Course] = {}
     for name, field in method_fields(bench.subject).items():
@@ -159,6 +166,8 @@ def errors_at_the_door(bench: Bench) -> None:
 
     A misspelt setting that is ignored, a NaN that passes every comparison, or a missing reward function is otherwise
     found hours later, or never.
+
+    Causes: `extra` allowed in the settings; numbers without bounds; checks by `assert`, or of values that NaN passes.
     """
     _unknown_field(bench.subject)
     for name, field in method_fields(bench.subject).items():
@@ -226,8 +235,8 @@ def _missing_inputs(bench: Bench) -> None:
 
 
 def _scores_that_are_none(bench: Bench) -> None:
-    """Fail unless a NaN among the scores, or one score too few, is an error while experience is made (online)."""
-    if not bench.subject.online:
+    """Fail unless a NaN among the scores, or one score too few, is an error while experience is made, with rewards."""
+    if not bench.subject.rewarded:
         return
     for given, scores in (
         ("a score that is NaN", lambda prompts, **_: [math.nan] * len(prompts)),
@@ -264,24 +273,29 @@ def docstrings(bench: Bench) -> None:
     """Check that the plugin's docstrings say what it computes, with tensor shapes and a source.
 
     A reader compares a loss with its paper and a tensor with its shape; without them the code cannot be verified.
+
+    Causes: a docstring that is written for the base class; a shape in words.
     """
     cls = bench.subject.trainer_class
-    for what, owner in _documented(bench.subject):
-        require(_own_doc(owner), f"{what} has no docstring")
-    described = [field.description for field in method_fields(bench.subject).values()]
-    require(all(described), "a field of the method's config has no docstring below it")
+    faults = [f"{what} has no docstring" for what, owner in _documented(bench.subject) if not _own_doc(owner)]
+    faults += [
+        f"method.{name} has no docstring below it"
+        for name, field in method_fields(bench.subject).items()
+        if not field.description
+    ]
     texts = [_own_doc(owner) for what, owner in _documented(bench.subject) if what.startswith(("loss", "the batch"))]
-    require(
-        any(SHAPE.search(text) for text in texts) or any(map(_says_shapes, _batches(bench.subject))),
-        "no docstring of the loss or of a batch gives a shape; write it in brackets, as [B, T], and [] for a scalar",
-    )
+    if not any(SHAPE.search(text) for text in texts) and not any(map(_says_shapes, _batches(bench.subject))):
+        faults += [
+            "no docstring of the loss or of a batch gives a shape; write it in brackets, as [B, T], and [] for a scalar"
+        ]
     package = sys.modules[cls.__module__.split(".")[0]]
     sources = [_own_doc(owner) for owner in (package, sys.modules[cls.__module__], cls, cls.method_class)]
-    require(
-        any(SOURCE.search(text) for text in sources),
-        "neither the module nor the trainer nor its config names a source: a paper with its year, an arXiv id, or the "
-        "number of an equation",
-    )
+    if not any(SOURCE.search(text) for text in sources):
+        faults += [
+            "neither the module nor the trainer nor its config names a source: a paper with its year, an arXiv id, or "
+            "the number of an equation"
+        ]
+    require(not faults, "; ".join(faults))
 
 
 def _documented(subject: Subject) -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,342 @@
+"""Bugs that are planted into algorithms of strangers: those of `sound` and of `examples/plugins`."""
+
+from __future__ import annotations
+
+from mutants.planting import Bug
+
+STRANGE = (
+    Bug(
+        "overlong_rewarded",
+        "long responses are rewarded instead of punished",
+        "of the field",
+        "_sound_dapo",
+        ("effects_as_declared",),
+        patch="""
+-        punished = per_response(scores) - self.method.overlong_penalty * over.clamp(0, buffer) / buffer
++        punished = per_response(scores) + self.method.overlong_penalty * over.clamp(0, buffer) / buffer
+""",
+    ),
+    Bug(
+        "overlong_penalty_twice",
+        "the penalty of long responses is multiplied by itself",
+        "of the field",
+        "_sound_dapo",
+        ("effects_as_declared",),
+        patch="""
+-        punished = per_response(scores) - self.method.overlong_penalty * over.clamp(0, buffer) / buffer
++        punished = per_response(scores) - self.method.overlong_penalty**2 * over.clamp(0, buffer) / buffer
+""",
+    ),
+    Bug(
+        "clip_ranges_exchanged",
+        "the lower range limits the ratio from above, and the reverse",
+        "of the field",
+        "_sound_dapo",
+        ("surrogate_is_pessimistic",),
+        patch="""
+-        losses = clipped_surrogate(ratio, advantages, cliprange=method.cliprange, cliprange_high=method.cliprange_high)
++        losses = clipped_surrogate(ratio, advantages, cliprange=method.cliprange_high, cliprange_high=method.cliprange)
+""",
+    ),
+    Bug(
+        "mean_of_responses_weighed_as_tokens",
+        "the loss is a mean of the means of responses, and weighed by tokens",
+        "of the field",
+        "_sound_dapo",
+        ("micro_batches", "accumulation"),
+        patch="""
+-        return masked_mean(losses, mask), {
++        lengths = mask.sum(1)
++        return (zero_masked(losses, mask).sum(1) / lengths).mean(), {
+""",
+    ),
+    Bug(
+        "groups_of_equal_scores_kept",
+        "groups are kept whose scores are equal, and the others are dropped",
+        "of the field",
+        "_sound_dapo",
+        ("credit_follows_scores",),
+        patch="""
+-        return (groups != groups[:, :1]).any(1).repeat_interleave(self.method.group_size)
++        return (groups == groups[:, :1]).all(1).repeat_interleave(self.method.group_size)
+""",
+    ),
+    Bug(
+        "weights_of_awr_undetached",
+        "the weights of samples have a gradient, which raises V of what is rewarded",
+        "of the field",
+        "_sound_awr",
+        ("gradient_is_that_of_the_loss",),
+        patch="""
+-        weights = (error.detach() / method.temperature).clamp(max=math.log(method.weight_max)).exp()
++        weights = (error / method.temperature).clamp(max=math.log(method.weight_max)).exp()
+""",
+    ),
+    Bug(
+        "value_minus_reward",
+        "advantages are V − R, so that bad samples weigh more",
+        "of the field",
+        "_sound_awr",
+        ("learns",),
+        patch="""
+-        weights = (error.detach() / method.temperature).clamp(max=math.log(method.weight_max)).exp()
++        weights = (-error.detach() / method.temperature).clamp(max=math.log(method.weight_max)).exp()
+""",
+    ),
+    Bug(
+        "temperature_multiplied",
+        "advantages are multiplied by the temperature",
+        "of the field",
+        "_sound_awr",
+        ("effects_as_declared",),
+        patch="""
+-        weights = (error.detach() / method.temperature).clamp(max=math.log(method.weight_max)).exp()
++        weights = (error.detach() * method.temperature).clamp(max=math.log(method.weight_max)).exp()
+""",
+    ),
+    Bug(
+        "critic_weighted_twice",
+        "the critic's loss is weighted inside its square",
+        "of the field",
+        "_sound_awr",
+        ("effects_as_declared",),
+        patch="""
+-        loss = masked_mean(-weights * out.logprobs, mask) + method.vf_coef * masked_mean(error**2, mask)
++        loss = masked_mean(-weights * out.logprobs, mask) + masked_mean((method.vf_coef * error) ** 2, mask)
+""",
+    ),
+    Bug(
+        "rejected_side_raised",
+        "the rejected side is raised as the chosen one is",
+        "of the field",
+        "_sound_apo_zero",
+        ("sides_of_pairs",),
+        patch="""
+-        losses = (-good).sigmoid() + bad.sigmoid()
++        losses = (-good).sigmoid() + (-bad).sigmoid()
+""",
+    ),
+    Bug(
+        "references_of_the_other_side",
+        "each side is compared with the reference's probability of the other",
+        "of the field",
+        "_sound_apo_zero",
+        ("effects_as_declared",),
+        patch="""
+-        return APOZeroBatch(pairs.chosen, pairs.rejected, ref[:, 0], ref[:, 1])
++        return APOZeroBatch(pairs.chosen, pairs.rejected, ref[:, 1], ref[:, 0])
+""",
+    ),
+    Bug(
+        "scores_of_pairs_averaged",
+        "log-probabilities of a response are averaged over the columns of the batch",
+        "of the field",
+        "_sound_apo_zero",
+        ("padding_amount",),
+        patch="""
+-        return masked_sum(policy(sequences).logprobs, sequences.response_mask, dim=1)
++        return masked_sum(policy(sequences).logprobs, sequences.response_mask, dim=1) / sequences.input_ids.size(1)
+""",
+    ),
+    Bug(
+        "expectile_of_the_other_side",
+        "errors below 0 have the weight of those above",
+        "of the field",
+        "_sound_expectile",
+        ("effects_as_declared",),
+        patch="""
+-            "loss/v": torch.where(u < 0, 1 - method.tau, method.tau) * u**2,
++            "loss/v": torch.where(u > 0, 1 - method.tau, method.tau) * u**2,
+""",
+    ),
+    Bug(
+        "goal_with_a_gradient",
+        "the goal of Q has a gradient, which moves V",
+        "of the field",
+        "_sound_expectile",
+        ("effects_as_declared",),
+        patch="""
+-            "loss/q": (q - goal.detach()) ** 2,
++            "loss/q": (q - goal) ** 2,
+""",
+    ),
+    Bug(
+        "live_q_as_its_target",
+        "V is fitted to Q itself, and the target is not read",
+        "of the field",
+        "_sound_expectile",
+        ("gradient_is_that_of_the_loss",),
+        patch="""
+-        u = target - v
++        u = q.detach() + 0 * target - v
+""",
+    ),
+    Bug(
+        "value_of_the_same_state",
+        "Q is fitted to r + γ V of the state it began in",
+        "of the field",
+        "_sound_expectile",
+        ("effects_as_declared",),
+        patch="""
+-        found[row, at[:-1]] = values[row, at[1:]]
++        found[row, at[:-1]] = values[row, at[:-1]]
+""",
+    ),
+    Bug(
+        "target_moves_the_other_way",
+        "the target moves by 1 − α towards Q",
+        "of the field",
+        "_sound_expectile",
+        ("effects_as_declared",),
+        patch="""
+-        self.unwrapped.head.follow(self.method.polyak)
++        self.unwrapped.head.follow(1 - self.method.polyak)
+""",
+    ),
+    Bug(
+        "greedy_score_added",
+        "the score of the greedy response is added instead of subtracted",
+        "of the field",
+        "_sound_remax",
+        ("constant_in_scores",),
+        patch="""
+-        return self.experience(sampled, scores - baselines)
++        return self.experience(sampled, scores + baselines)
+""",
+    ),
+    Bug(
+        "penalty_of_remax_rewarded",
+        "the divergence from the reference is rewarded",
+        "of the field",
+        "_sound_remax",
+        ("kl_pulls_back",),
+        patch="""
+-        return ReMaxBatch(sequences, per_response(scores) - self.method.kl_coef * kl)
++        return ReMaxBatch(sequences, per_response(scores) + self.method.kl_coef * kl)
+""",
+    ),
+    Bug(
+        "penalty_of_remax_squared",
+        "the penalty of a response is its squared log-ratio",
+        "of the field",
+        "_sound_remax",
+        ("reported_kl",),
+        patch="""
+-        kl = zero_masked(k1, sequences.response_mask).sum(1)
++        kl = zero_masked(k1, sequences.response_mask).sum(1) ** 2
+""",
+    ),
+    Bug(
+        "value_of_the_wrong_neighbour",
+        "δ reads V of the token before instead of the one after",
+        "of the field",
+        "_sound_vapo",
+        ("values_reach_back",),
+        patch="""
+-                follows = v[t + 1] if t + 1 < length else 0.0
++                follows = v[t - 1] if t + 1 < length else 0.0
+""",
+    ),
+    Bug(
+        "trace_that_never_ends",
+        "λ of every response is that of the longest one",
+        "of the field",
+        "_sound_vapo",
+        ("batch_mates",),
+        patch="""
+-            lam = max(1 - 1 / (self.method.alpha * length), 0.0)
++            lam = max(1 - 1 / (self.method.alpha * mask.size(1)), 0.0)
+""",
+    ),
+    Bug(
+        "bad_responses_imitated",
+        "responses below the score are imitated",
+        "of the field",
+        "_sound_vapo",
+        ("effects_as_declared",),
+        patch="""
+-        imitated = mask & (rewards.sum(1, keepdim=True) >= self.method.good)
++        imitated = mask & (rewards.sum(1, keepdim=True) < self.method.good)
+""",
+    ),
+    Bug(
+        "imitation_lowers",
+        "the likelihood of good responses is lowered",
+        "of the field",
+        "_sound_vapo",
+        ("effects_as_declared",),
+        patch="""
+-        losses = policy + method.vf_coef * value - method.imitation * likelihood
++        losses = policy + method.vf_coef * value + method.imitation * likelihood
+""",
+    ),
+    Bug(
+        "own_answers_preferred",
+        "the policy's own answers are preferred to the given ones",
+        "of the field",
+        "_sound_spin",
+        ("sides_of_pairs",),
+        patch="""
+-        margins = self.method.beta * ((given - batch.old_chosen) - (own - batch.old_rejected))
++        margins = self.method.beta * ((own - batch.old_rejected) - (given - batch.old_chosen))
+""",
+    ),
+    Bug(
+        "opponent_that_is_the_policy",
+        "log-ratios are those to the current policy, which are always 0",
+        "of the field",
+        "_sound_spin",
+        ("gradient_is_that_of_the_loss",),
+        patch="""
+-        margins = self.method.beta * ((given - batch.old_chosen) - (own - batch.old_rejected))
++        margins = self.method.beta * ((given - given.detach()) - (own - own.detach()))
+""",
+    ),
+    Bug(
+        "level_not_saved",
+        "the level of the curriculum is not in the checkpoint",
+        "of the field",
+        "_sound_curriculum",
+        ("state_is_complete",),
+        patch="""
+-    remembers: ClassVar[dict[str, Any]] = {"level": float, "steps_at_level": int}
+-    level: float
++    remembers: ClassVar[dict[str, Any]] = {"steps_at_level": int}
++    level: float = 0.0
+""",
+    ),
+    Bug(
+        "gains_of_the_collection",
+        "the mean of the collection is subtracted, and not that of the group",
+        "of the field",
+        "_sound_curriculum",
+        ("scores_count_where_declared",),
+        patch="""
+-        return replace(experience, advantages=(groups - groups.mean(1, keepdim=True)).flatten())
++        return replace(experience, advantages=(groups - groups.mean()).flatten())
+""",
+    ),
+    Bug(
+        "returns_whitened_by_rows",
+        "returns are whitened over responses and not over tokens",
+        "of the field",
+        "reinforce_pp",
+        ("finite_at_extremes",),
+        patch="""
+-        advantages = whiten(returns, mask, reduce=self.reduce)
++        rows = torch.where(mask, returns, 0.0).sum(1)
++        advantages = (returns - rows.mean()) / rows.std() * mask
+""",
+    ),
+    Bug(
+        "kl_by_the_length_of_a_part",
+        "the KL penalty is divided by the number of tokens of the part of the collection that is made at once",
+        "of the field",
+        "reinforce_pp",
+        ("batch_mates",),
+        patch="""
+-        rewards = kl_shaped_rewards(scores, policy.logprobs, reference, mask, self.method.kl_coef)
++        rewards = kl_shaped_rewards(scores, policy.logprobs, reference, mask, self.method.kl_coef / mask.sum())
+""",
+    ),
+)

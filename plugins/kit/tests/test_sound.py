@@ -1,0 +1,24 @@
+"""The kit says nothing of sound algorithms, however unusual: each module of `sound` is one."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from trainkit_kit import check_plugin
+
+NAMES = sorted(path.stem for path in (Path(__file__).parent / "sound").glob("[a-z]*.py"))
+
+
+def test_there_are_some() -> None:
+    known = {"apo_zero", "awr", "curriculum", "dapo", "expectile", "remax", "spin", "vapo"}
+    assert {*NAMES} >= known
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_the_kit_raises_no_false_alarm(name: str) -> None:
+    import_module(f"sound.{name}")
+    check_plugin(f"_sound_{name}")
