@@ -110,6 +110,9 @@ class Structure:
         unscaled: fields of the experience that rise, at the last token of a response, as much as its score.
         kl: where the KL penalty of a token counts: in the advantages of its whole ``response``, or of this ``token``
             and the tokens before it. Its weight is a setting ``kl_coef``.
+        discount: γ and λ of generalised advantage estimation, each the name of a setting or a number: a reward one
+            token later counts γλ times as much. (1, 1) is the sum of the rewards to come; with λ = 0, credit is the
+            error of one step.
         under: settings, by dotted path, under which this is so.
     """
 
@@ -121,6 +124,7 @@ class Structure:
     whitened: tuple[str, ...] | None = None
     unscaled: tuple[str, ...] | None = None
     kl: Literal["response", "token"] | None = None
+    discount: tuple[str | float, str | float] | None = None
     under: Mapping[str, Any] = field(default_factory=dict)
 
 

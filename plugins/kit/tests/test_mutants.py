@@ -12,6 +12,7 @@ import pytest
 import common_prompts
 from mutants.bugs import BUGS
 from mutants.planting import Bug, PlantingError, examine, found_by, planted
+from trainkit.plugins import available_trainers
 
 KNOWN = {
     "the loss is averaged over each micro-batch": "means_of_means",
@@ -46,11 +47,14 @@ FAIL = {"reference_skips_a_block"}
 
 
 def both(found: Iterable[tuple[str, Any, str]]) -> list[Any]:
-    """Cases of (name, what, base) with shared prompts, and with separate rows if there are common prompts."""
+    """Cases of (name, what, base) with shared prompts, and with separate rows if there are common prompts.
+
+    Strangers' algorithms, which are not installed, have none.
+    """
     return [
         pytest.param(what, shares, id=name if shares else f"{name}-separate")
         for name, what, base in found
-        for shares in ([True, False] if common_prompts.exist(base) else [True])
+        for shares in ([True, False] if base in available_trainers() and common_prompts.exist(base) else [True])
         if not (shares and name in FAIL)
     ]
 

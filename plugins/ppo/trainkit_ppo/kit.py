@@ -65,6 +65,7 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
 }
 STRUCTURE = (
     Structure(scores="collection", surrogate="token", detached=(), whitened=("advantages",), unscaled=("returns",)),
+    Structure(discount=("gamma", "lam")),
 )
 KIT = Declaration(
     contexts={"horizon": {"method.target": 0.01, "method.horizon": 50}},

@@ -6,6 +6,7 @@ ddpo-pytorch. What is "of the field" has been in the issues of many.
 
 from __future__ import annotations
 
+from mutants.laws import OF_LAWS
 from mutants.planting import Bug
 
 BUGS = (
@@ -1202,4 +1203,5 @@ BUGS = (
 +    return -F.logsigmoid(chosen - rejected - margins) + center_coef * (chosen + rejected).detach() ** 2
 """,
     ),
+    *OF_LAWS,
 )

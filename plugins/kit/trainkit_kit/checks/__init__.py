@@ -1,8 +1,10 @@
 """The checks of the kit by subject. Importing this package registers them in the order in which they run."""
 
 from trainkit_kit.checks import (
+    context,
     corrections,
     credit,
+    direction,
     effects,
     engines,
     episodes,
@@ -20,8 +22,10 @@ from trainkit_kit.checks import (
 )
 
 __all__ = [
+    "context",
     "corrections",
     "credit",
+    "direction",
     "effects",
     "engines",
     "episodes",

@@ -1,0 +1,163 @@
+"""Bugs that only a law finds: what must not matter, the direction of time, expectations that are known exactly."""
+
+from __future__ import annotations
+
+from mutants.planting import Bug
+
+OF_CONTEXT = (
+    Bug(
+        "lengths_with_prompts",
+        "the loss of a response is divided by the tokens of its prompt, too",
+        "of the field",
+        "grpo",
+        ("context_does_not_count@kl",),
+        patch="""
+-        logprobs, lengths = self.policy(batch.sequences).logprobs, mask.sum(1).clamp(min=1)
++        logprobs, lengths = self.policy(batch.sequences).logprobs, batch.sequences.attention_mask.sum(1)
+""",
+    ),
+    Bug(
+        "gae_over_observations",
+        "returns are computed over the columns of an episode, so those of an observation count as steps",
+        "of the field",
+        "ppo",
+        ("context_does_not_count",),
+        patch="""
+-        advantages, returns = gae(x.values, rewards, mask, gamma=method.gamma, lam=method.lam, bootstrap=x.bootstrap)
++        steps = x.sequences.attention_mask & ~x.sequences.prompt_mask
++        advantages, returns = gae(
++            zero_masked(x.values, mask), rewards, steps, gamma=method.gamma, lam=method.lam, bootstrap=x.bootstrap
++        )
++        returns = zero_masked(returns, mask)
+""",
+    ),
+    Bug(
+        "odds_of_whole_sequences",
+        "the mean log-probability of an output is its sum divided by the tokens of prompt and output",
+        "of the field",
+        "orpo",
+        ("context_does_not_count",),
+        patch="""
+-        means = sums / both.response_mask.sum(1)
++        means = sums / both.attention_mask.sum(1)
+""",
+    ),
+    Bug(
+        "observations_are_steps",
+        "every token of a prompt between two outputs discounts the value of the next state, as if it were a step",
+        "of the field",
+        "ilql",
+        ("context_does_not_count",),
+        patch="""
+-    chosen, rows = values[mask], mask.nonzero()[:, 0]
+-    follows = F.pad(rows[1:] == rows[:-1], (0, 1))
+-    return torch.zeros_like(values).masked_scatter(mask, zero_masked(chosen.roll(-1), follows))
++    further = F.pad(mask[:, 1:].flip(1).cumsum(1).flip(1) > 0, (0, 1))
++    distances = torch.arange(mask.size(1), device=mask.device).expand(mask.shape)
++    at = torch.where(mask, distances, mask.size(1)).flip(1).cummin(1).values.flip(1)
++    following = F.pad(at[:, 1:], (0, 1)).clamp(max=mask.size(1) - 1)
++    gaps = 0.99 ** (following - distances - 1)
++    return zero_masked(values.gather(1, following) * gaps, mask & further)
+""",
+    ),
+    Bug(
+        "scores_per_token_of_the_row",
+        "scores are divided by the length of prompt and response, where that of the response is meant",
+        "of the field",
+        "reinforce_pp",
+        ("context_does_not_count",),
+        patch="""
+-        rewards = kl_shaped_rewards(scores, policy.logprobs, reference, mask, self.method.kl_coef)
++        lengths = sequences.lengths if scores.dim() == 1 else sequences.lengths.unsqueeze(1)
++        rewards = kl_shaped_rewards(scores / lengths, policy.logprobs, reference, mask, self.method.kl_coef)
+""",
+    ),
+    Bug(
+        "weights_by_position",
+        "later tokens weigh less, counted from the beginning of the prompt",
+        "of the field",
+        "mine",
+        ("context_does_not_count",),
+        patch="""
+-        loss = masked_mean(-batch.advantages.unsqueeze(1) * ratio, mask)
++        decay = 0.97 ** batch.sequences.position_ids
++        loss = masked_mean(-batch.advantages.unsqueeze(1) * ratio * decay, mask)
+""",
+    ),
+)
+
+OF_TIME = (
+    Bug(
+        "rewards_so_far",
+        "a token is credited with the sum of the rewards before it, not with those to come",
+        "of the field",
+        "reinforce_pp",
+        ("time_has_a_direction",),
+        patch="""
+-        returns, _ = gae(torch.zeros_like(rewards), rewards, mask, gamma=1.0, lam=1.0)
++        returns = zero_masked(rewards.cumsum(1), mask)
+""",
+    ),
+    Bug(
+        "rewards_at_once",
+        "a token is credited with its own reward alone, so that a score teaches the last token alone",
+        "of the field",
+        "reinforce_pp",
+        ("time_has_a_direction",),
+        patch="""
+-        returns, _ = gae(torch.zeros_like(rewards), rewards, mask, gamma=1.0, lam=1.0)
++        returns = zero_masked(rewards, mask)
+""",
+    ),
+    Bug(
+        "bootstrap_one_state_early",
+        "the error of a step compares the value of a state with itself instead of the value of the next state",
+        "of the field",
+        "ppo",
+        ("discounted_as_declared",),
+        patch="""
+-        advantages, returns = gae(x.values, rewards, mask, gamma=method.gamma, lam=method.lam, bootstrap=x.bootstrap)
++        ahead = F.pad(zero_masked(x.values, mask)[:, 1:], (0, 1))
++        early = rewards + method.gamma * (x.values - ahead)
++        advantages, returns = gae(x.values, early, mask, gamma=method.gamma, lam=method.lam, bootstrap=x.bootstrap)
+""",
+    ),
+    Bug(
+        "gamma_and_lambda_exchanged",
+        "γ is passed as λ, and λ as γ; their product is the same",
+        "of the field",
+        "ppo",
+        ("discounted_as_declared",),
+        patch="""
+-        advantages, returns = gae(x.values, rewards, mask, gamma=method.gamma, lam=method.lam, bootstrap=x.bootstrap)
++        advantages, returns = gae(x.values, rewards, mask, gamma=method.lam, lam=method.gamma, bootstrap=x.bootstrap)
+""",
+    ),
+    Bug(
+        "discounted_to_the_start",
+        "rewards are discounted by their distance from the start of the response, and once more by the returns",
+        "of the field",
+        "ppo",
+        ("discounted_as_declared",),
+        patch="""
+-        advantages, returns = gae(x.values, rewards, mask, gamma=method.gamma, lam=method.lam, bootstrap=x.bootstrap)
++        rewards = rewards * method.gamma ** (mask.cumsum(1) - 1).clamp(min=0)
++        advantages, returns = gae(x.values, rewards, mask, gamma=method.gamma, lam=method.lam, bootstrap=x.bootstrap)
+""",
+    ),
+    Bug(
+        "lambda_on_values_too",
+        "the value of the next state is discounted by γλ instead of γ",
+        "of the field",
+        "ppo",
+        ("discounted_as_declared",),
+        patch="""
+-        advantages, returns = gae(x.values, rewards, mask, gamma=method.gamma, lam=method.lam, bootstrap=x.bootstrap)
++        discount = method.gamma * method.lam
++        advantages, returns = gae(x.values, rewards, mask, gamma=discount, lam=1.0, bootstrap=x.bootstrap)
+""",
+    ),
+)
+
+OF_LAWS = (*OF_CONTEXT, *OF_TIME)
+"""All of them, by law."""
