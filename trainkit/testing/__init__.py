@@ -7,12 +7,13 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from trainkit.testing.declarations import Declaration, Effect, Structure
+from trainkit.testing.declarations import Declaration, Effect, Structure, World
 
 __all__ = [
     "Declaration",
     "Effect",
     "Structure",
+    "World",
     "character_tokenizer",
     "tiny_bart",
     "tiny_gpt2",

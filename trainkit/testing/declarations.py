@@ -10,9 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainkit.errors import PluginError, describe
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 QUANTITIES: Mapping[str, str] = {
     "loss": "the loss on the first collection, with a policy that has moved",
@@ -85,6 +88,32 @@ class Effect:
 
 
 @dataclass(frozen=True)
+class World:
+    """A dataset or a collection whose policy is a table, from which a closed form of an algorithm's loss is computed.
+
+    B rows in their order, of pairs first all chosen and then all rejected outputs; T tokens, V vocabulary. Tensors are
+    float64, and 0 behind the end of an output.
+
+    Args:
+        method: the settings of the method.
+        logprobs: log π of the tokens [B, T], with gradient.
+        ref_logprobs: log π_ref of the tokens [B, T], of the reference or the teacher.
+        policy: log π of all tokens in the states of the tokens [B, T, V], with gradient.
+        reference: the same of the reference [B, T, V].
+        mask: which tokens belong to outputs, bool [B, T].
+        scores: scores, rewards or margins [B], labels as 1 and 0; of pairs [B / 2].
+    """
+
+    method: Any
+    logprobs: Tensor
+    ref_logprobs: Tensor
+    policy: Tensor
+    reference: Tensor
+    mask: Tensor
+    scores: Tensor
+
+
+@dataclass(frozen=True)
 class Structure:
     """The structure of an algorithm; what is None is not checked.
 
@@ -113,6 +142,10 @@ class Structure:
         discount: γ and λ of generalised advantage estimation, each the name of a setting or a number: a reward one
             token later counts γλ times as much. (1, 1) is the sum of the rewards to come; with λ = 0, credit is the
             error of one step.
+        gradient: what the gradient is before the first update, with a policy whose outputs can all be enumerated.
+            ``policy``: online, the expected gradient has the direction of ∇(E[score] − β KL(π‖π_ref)), and with a
+            declared ``baseline`` also its size. A function of the `World` returns the loss of which it is the gradient.
+        penalty: with ``gradient``, the name of the setting that is β; None: there is no KL penalty.
         under: settings, by dotted path, under which this is so.
     """
 
@@ -125,6 +158,8 @@ class Structure:
     unscaled: tuple[str, ...] | None = None
     kl: Literal["response", "token"] | None = None
     discount: tuple[str | float, str | float] | None = None
+    gradient: Literal["policy"] | Callable[[World], Tensor] | None = None
+    penalty: str | None = None
     under: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from trainkit.testing import Declaration, Effect, Structure, tiny_gpt2
+from trainkit.testing import Declaration, Effect, Structure, World, tiny_gpt2
 
 MIXED = {"method.divergence": "jensen_shannon"}
 
@@ -19,6 +20,21 @@ def loss_of_the_teacher_itself(trainer: Any) -> float:
     return float(trainer.loss(trainer.store.experience.to(trainer.accelerator.device))[0])
 
 
+def divergence_of(world: World) -> Tensor:
+    """Return KL(π‖teacher) or KL(teacher‖π) over the vocabulary, a mean over tokens (Agarwal et al. 2023)."""
+    reverse = world.method.divergence == "reverse"
+    one, other = (world.policy, world.reference) if reverse else (world.reference, world.policy)
+    return (one.exp() * (one - other)).sum(-1)[world.mask].mean()
+
+
+def divergence_and_rewards(world: World) -> Tensor:
+    """Return the divergence − w A log π, A = R − mean of the others."""
+    others = (world.scores.sum() - world.scores) / (len(world.scores) - 1)
+    advantages = world.method.reward_coef * (world.scores - others)
+    loss: Tensor = divergence_of(world) - (advantages.unsqueeze(1) * world.logprobs)[world.mask].mean()
+    return loss
+
+
 EFFECTS: dict[str, Effect | list[Effect]] = {
     "divergence": [
         Effect("loss", rises=("jensen_shannon", "reverse")),
@@ -28,22 +44,25 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     "beta": [Effect("loss", falls=(0.5, 0.9, 0.99), under=MIXED), Effect("loss", falls=(0.5, 0.1, 0.01), under=MIXED)],
     "reward_coef": Effect("size of advantages", rises=(0.5, 1.0, 2.0)),
 }
-OF_DIVERGENCE = Structure(surrogate="none", detached=())
-REWARDED = Structure(scores="collection", detached=(), under={"method.reward_coef": 1.0})
+OF_DIVERGENCE = Structure(surrogate="none", detached=(), gradient=divergence_of)
+FORWARD = Structure(gradient=divergence_of, under={"method.divergence": "forward"})
+REWARDED = Structure(
+    scores="collection", detached=(), gradient=divergence_and_rewards, under={"method.reward_coef": 1.0}
+)
 # the tests have 10 tokens; the weights of the teacher are larger than the policy's
 TEACHER = {"config": {"model": {"reference_path": tiny_gpt2(10, initializer_range=0.5)}}}
 OFFLINE = Declaration(
     arguments=TEACHER,
     contexts={"beta": MIXED},
     effects={name: EFFECTS[name] for name in ("divergence", "beta")},
-    structure=(OF_DIVERGENCE,),
+    structure=(OF_DIVERGENCE, FORWARD),
 )
 KIT = {
     "DistillTrainer": replace(
         OFFLINE,
         variants={"rewards": {"method.reward_coef": 10.0}},
         effects=EFFECTS,
-        structure=(OF_DIVERGENCE, REWARDED),
+        structure=(OF_DIVERGENCE, FORWARD, REWARDED),
     ),
     "DistillOfflineTrainer": OFFLINE,
 }

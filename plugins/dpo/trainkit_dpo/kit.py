@@ -6,8 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from trainkit.testing import Declaration, Effect, Structure
+from trainkit.testing import Declaration, Effect, Structure, World
 
 
 def mean_of_three(trainer: Any) -> float:
@@ -16,6 +18,43 @@ def mean_of_three(trainer: Any) -> float:
     pairs = trainer.store.experience.select(torch.arange(3))
     batch = type(pairs)(**{**pairs.parts(), "chosen_kl": zeros, "rejected_kl": zeros})
     return float(trainer.losses(chosen, zeros, batch).mean())
+
+
+def margins_of(world: World) -> Tensor:
+    """Return log π − log π_ref of the chosen less that of the rejected outputs. [B]."""
+    chosen, rejected = (world.logprobs - world.ref_logprobs).sum(1).chunk(2)
+    return chosen - rejected
+
+
+def dpo_of_the_paper(world: World) -> Tensor:
+    """Return −log σ(β (r_c − r_r)) (Rafailov et al. 2023, equation 7)."""
+    return -F.logsigmoid(world.method.beta * margins_of(world)).mean()
+
+
+def ipo_of_the_paper(world: World) -> Tensor:
+    """Return (h − 1/2β)², h the difference of the sums of log-ratios (Azar et al. 2023, equation 17)."""
+    loss: Tensor = ((margins_of(world) - 1 / (2 * world.method.beta)) ** 2).mean()
+    return loss
+
+
+def best_and_worst_of(world: World) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the rows of the best and the worst response of each group, and whether their scores differ. [B / k] ×3."""
+    groups = world.scores.view(-1, world.method.k)
+    first = torch.arange(0, len(world.scores), world.method.k)
+    return first + groups.argmax(1), first + groups.argmin(1), groups.amax(1) > groups.amin(1)
+
+
+def dpo_on_best_and_worst(world: World) -> Tensor:
+    """Return the loss of DPO on the best and the worst response of each group, a mean over groups with both."""
+    best, worst, decided = best_and_worst_of(world)
+    ratios = (world.logprobs - world.ref_logprobs).sum(1)
+    return -F.logsigmoid(world.method.beta * (ratios[best] - ratios[worst]))[decided].mean()
+
+
+def likelihood_of_the_best(world: World) -> Tensor:
+    """Return −log π of the best response of each group, a mean over groups with a worse one."""
+    best, _, decided = best_and_worst_of(world)
+    return -world.logprobs.sum(1)[best][decided].mean()
 
 
 SMOOTHED = {"method.loss_type": "robust"}
@@ -38,8 +77,11 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     "reference_free": Effect("size of ref_chosen", equals={True: 0.0}),
     "k": Effect("responses", rises=(2, 4)),
 }
-OF_PAIRS = (Structure(surrogate="none", detached=()),)
-OF_GROUPS = (Structure(scores="group", surrogate="none", detached=()),)
+OF_PAIRS = (
+    Structure(surrogate="none", detached=(), gradient=dpo_of_the_paper),
+    Structure(gradient=ipo_of_the_paper, under={**NORMALISED, "method.ipo_length_normalize": False}),
+)
+OF_GROUPS = Structure(scores="group", surrogate="none", detached=())
 OFFLINE = Declaration(
     contexts={"ipo_length_normalize": NORMALISED},
     effects={name: effect for name, effect in EFFECTS.items() if name != "k"},
@@ -48,6 +90,10 @@ OFFLINE = Declaration(
 KIT = {
     "DPOTrainer": OFFLINE,
     # pairs and best responses are chosen within a group
-    "OnlineDPOTrainer": replace(OFFLINE, effects=EFFECTS, structure=OF_GROUPS),
-    "BestOfKTrainer": Declaration(effects={"k": EFFECTS["k"]}, structure=OF_GROUPS),
+    "OnlineDPOTrainer": replace(
+        OFFLINE, effects=EFFECTS, structure=(replace(OF_GROUPS, gradient=dpo_on_best_and_worst),)
+    ),
+    "BestOfKTrainer": Declaration(
+        effects={"k": EFFECTS["k"]}, structure=(replace(OF_GROUPS, gradient=likelihood_of_the_best),)
+    ),
 }

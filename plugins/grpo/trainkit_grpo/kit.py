@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from trainkit.testing import Declaration, Effect, Structure
+from trainkit.testing import Declaration, Effect, Structure, World
 
 ALONE = {"method.kl_coef": 0.0}
 """The surrogate alone: the KL penalty has a gradient at clipped tokens, too."""
@@ -36,6 +37,16 @@ def credit_for_an_advantage_of_1(trainer: Any) -> float:
     return float(-slopes[row, first] * len(batch) / batch.advantages[row])
 
 
+def grpo_of_the_paper(world: World) -> Tensor:
+    """Return −A log π + β k3, a mean over tokens, A = (r − mean) / std of the group (Shao et al. 2024, equation 3)."""
+    groups = world.scores.view(-1, world.method.group_size)
+    advantages = (groups - groups.mean(1, keepdim=True)) / groups.std(1, keepdim=True).clamp(min=1e-6)
+    log_ratio = world.ref_logprobs - world.logprobs
+    k3 = log_ratio.exp() - 1 - log_ratio
+    loss: Tensor = (world.method.kl_coef * k3 - advantages.view(-1, 1) * world.logprobs)[world.mask].mean()
+    return loss
+
+
 EFFECTS: dict[str, Effect | list[Effect]] = {
     "group_size": Effect("responses", rises=(2, 4, 8)),
     "grpo_epochs": Effect("collections", falls=(1, 2, 4)),
@@ -57,6 +68,8 @@ RANGE = ("cliprange", "cliprange_high")
 STRUCTURE = (
     Structure(scores="group", surrogate="token", cliprange=RANGE, detached=(), under=ALONE),
     Structure(scores="collection", under={"method.scale": "batch"}),
+    Structure(gradient="policy", under={**ALONE, "method.scale": "none"}),
+    Structure(gradient=grpo_of_the_paper, penalty="kl_coef"),
     Structure(detached=(), under={"method.kl_coef": 0.04}),
     Structure(surrogate="token", cliprange=RANGE, under={**BY_RESPONSE, "method.cliprange_high": 0.4}),
     Structure(surrogate="cispo", cliprange=RANGE, detached=("logprobs",), under={**ALONE, "method.surrogate": "cispo"}),

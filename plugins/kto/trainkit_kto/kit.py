@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from trainkit.testing import Declaration, Effect, Structure
+from trainkit.testing import Declaration, Effect, Structure, World
 
 
 @torch.no_grad()
@@ -18,6 +19,13 @@ def loss_with_a_kl_of_10(trainer: Any) -> float:
         batch = replace(batch, mismatched_ref_logps=batch.mismatched_ref_logps - 10.0)
     trainer.models.build()  # moves the model to the device
     return float(trainer.loss(trainer.prepare_step(batch).to(trainer.accelerator.device))[0])
+
+
+def kto_without_a_reference_point(world: World) -> Tensor:
+    """Return λ (1 − σ(±β r)), r = log π − log π_ref (Ethayarajh et al. 2024, equation 7, with z = 0)."""
+    rewards, good = world.method.beta * (world.logprobs - world.ref_logprobs).sum(1), world.scores == 1
+    weights = torch.where(good, world.method.desirable_weight, world.method.undesirable_weight)
+    return (weights * (1 - torch.where(good, rewards, -rewards).sigmoid())).mean()
 
 
 EFFECTS: dict[str, Effect | list[Effect]] = {
@@ -37,4 +45,8 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     "reference_point": Effect(loss_with_a_kl_of_10, equals={"mismatched": 0.442235, "zero": 0.5}),
 }
 # no baseline: a label counts in its own sample, and the reference point is a number
-KIT = Declaration(effects=EFFECTS, structure=(Structure(scores="row", surrogate="none", detached=()),))
+STRUCTURE = (
+    Structure(scores="row", surrogate="none", detached=()),
+    Structure(gradient=kto_without_a_reference_point, under={"method.reference_point": "zero", "method.beta": 0.5}),
+)
+KIT = Declaration(effects=EFFECTS, structure=STRUCTURE)

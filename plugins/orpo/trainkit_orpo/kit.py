@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from trainkit.testing import Declaration, Effect, Structure
+from trainkit.testing import Declaration, Effect, Structure, World
 
 
 def mean_of_three(trainer: Any) -> float:
     """Return the mean loss of pairs whose log-probabilities differ by 2, −1 and 0."""
     return float(trainer.losses(torch.tensor([2.0, -1.0, 0.0])).mean())
+
+
+def means_of(world: World) -> tuple[Tensor, Tensor]:
+    """Return the mean log-probabilities of the tokens of chosen and of rejected outputs. [B] ×2."""
+    chosen, rejected = (world.logprobs.sum(1) / world.mask.sum(1)).chunk(2)
+    return chosen, rejected
+
+
+def orpo_of_the_paper(world: World) -> Tensor:
+    """Return −log p_c − λ log σ(log odds_c − log odds_r) (Hong, Lee, Thorne 2024, equations 6 and 7)."""
+    chosen, rejected = means_of(world)
+    odds = [p - torch.log1p(-p.exp()) for p in (chosen, rejected)]
+    loss: Tensor = (-chosen - world.method.beta * F.logsigmoid(odds[0] - odds[1])).mean()
+    return loss
+
+
+def cpo_of_the_paper(world: World) -> Tensor:
+    """Return −log σ(β (log π_c − log π_r)) − log p_c, the last a mean over tokens (Xu et al. 2024, equation 5)."""
+    sums = world.logprobs.sum(1).chunk(2)
+    return (-F.logsigmoid(world.method.beta * (sums[0] - sums[1])) - means_of(world)[0]).mean()
+
+
+def simpo_of_the_paper(world: World) -> Tensor:
+    """Return −log σ(β (log p_c − log p_r) − γ), of means over tokens (Meng, Xia, Chen 2024, equation 6)."""
+    chosen, rejected = means_of(world)
+    return -F.logsigmoid(world.method.beta * (chosen - rejected) - world.method.simpo_gamma).mean()
 
 
 SIMPO = {"method.loss_type": "simpo"}
@@ -40,11 +69,14 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
         Effect("credit of chosen", same=(None, 0.0), under=SIMPO),
     ],
 }
-STRUCTURE = (Structure(surrogate="none", detached=()),)
+STRUCTURE = Structure(surrogate="none", detached=())
+OF_CPO = (replace(STRUCTURE, gradient=cpo_of_the_paper), Structure(gradient=simpo_of_the_paper, under=SIMPO))
 KIT = {
-    "ORPOTrainer": Declaration(effects={"beta": EFFECTS["beta"]}, structure=STRUCTURE),
+    "ORPOTrainer": Declaration(
+        effects={"beta": EFFECTS["beta"]}, structure=(replace(STRUCTURE, gradient=orpo_of_the_paper),)
+    ),
     # the log-probabilities of SimPO are means, and its loss has no likelihood
     "CPOTrainer": Declaration(
-        contexts={"simpo_gamma": SIMPO}, variants={"simpo": SIMPO}, effects=EFFECTS, structure=STRUCTURE
+        contexts={"simpo_gamma": SIMPO}, variants={"simpo": SIMPO}, effects=EFFECTS, structure=OF_CPO
     ),
 }

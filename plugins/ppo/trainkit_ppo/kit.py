@@ -66,6 +66,7 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
 STRUCTURE = (
     Structure(scores="collection", surrogate="token", detached=(), whitened=("advantages",), unscaled=("returns",)),
     Structure(discount=("gamma", "lam")),
+    Structure(gradient="policy", penalty="init_kl_coef", under={"method.lam": 1.0}),
 )
 KIT = Declaration(
     contexts={"horizon": {"method.target": 0.01, "method.horizon": 50}},

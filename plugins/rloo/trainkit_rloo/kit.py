@@ -52,6 +52,8 @@ STRUCTURE = (
     Structure(scores="group", baseline="leave_one_out", surrogate="sequence", detached=(), kl="response"),
     Structure(baseline="leave_one_out", surrogate="token", kl="response", under=TOKENS),
     Structure(kl="token", under={**TOKENS, "method.kl_level": "token"}),
+    Structure(gradient="policy", penalty="kl_coef"),
+    Structure(gradient="policy", penalty="kl_coef", under={**TOKENS, "method.kl_level": "token"}),
 )
 KIT = Declaration(
     contexts={"kl_level": TOKENS},

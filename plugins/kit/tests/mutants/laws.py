@@ -159,5 +159,134 @@ OF_TIME = (
     ),
 )
 
-OF_LAWS = (*OF_CONTEXT, *OF_TIME)
+OF_EXPECTATION = (
+    Bug(
+        "k3_in_the_reward",
+        "the penalty in the reward is k3, whose expected score-function gradient is not that of the KL",
+        "of the field",
+        "ppo",
+        ("gradient_in_expectation",),
+        patch="""
+-        return kl_k1(policy.logprobs, reference.logprobs)
++        return kl_k3(policy.logprobs, reference.logprobs)
+""",
+    ),
+    Bug(
+        "k2_in_the_reward",
+        "the penalty in the reward is the square of the log-ratio",
+        "of the field",
+        "reinforce_pp",
+        ("gradient_in_expectation",),
+        patch="""
+-        rewards = kl_shaped_rewards(scores, policy.logprobs, reference, mask, self.method.kl_coef)
++        squares = 0.5 * (policy.logprobs - reference) ** 2
++        rewards = kl_shaped_rewards(scores, policy.logprobs, reference, mask, self.method.kl_coef, penalty=squares)
+""",
+    ),
+    Bug(
+        "mean_of_the_own_tokens_as_baseline",
+        "returns are compared with the mean of the returns of the same response",
+        "of the field",
+        "reinforce_pp",
+        ("gradient_in_expectation",),
+        patch="""
+-        advantages = whiten(returns, mask, reduce=self.reduce)
++        means = (returns.sum(1) / mask.sum(1)).unsqueeze(1)
++        advantages = whiten(returns - 0.5 * means, mask, reduce=self.reduce)
+""",
+    ),
+    Bug(
+        "best_of_the_group_as_baseline",
+        "the baseline is the best score of the group, the own one included",
+        "of the field",
+        "grpo",
+        ("gradient_in_expectation",),
+        patch="""
+-        advantages = groups - groups.mean(1, keepdim=True)
++        advantages = groups - (groups.mean(1, keepdim=True) + groups.amax(1, keepdim=True)) / 2
+""",
+    ),
+    Bug(
+        "references_of_pairs_exchanged",
+        "the reference's log-probability of the best response is compared with the policy's of the worst",
+        "of the field",
+        "online_dpo",
+        ("gradient_in_expectation",),
+        patch="""
+-        return DPOBatch(chosen, rejected, x.ref_logps[best], x.ref_logps[worst], decided)
++        return DPOBatch(chosen, rejected, x.ref_logps[worst], x.ref_logps[best], decided)
+""",
+    ),
+    Bug(
+        "beta_twice",
+        "β multiplies the rewards, and once more the margins",
+        "of the field",
+        "kto",
+        ("gradient_in_expectation",),
+        patch="""
+-        return kto_loss(margins, weights).mean(), {
++        return kto_loss(method.beta * margins, weights).mean(), {
+""",
+    ),
+    Bug(
+        "odds_of_products",
+        "the odds are those of the whole output's probability, where the mean over its tokens is meant",
+        "of the field",
+        "orpo",
+        ("gradient_in_expectation",),
+        patch="""
+-        beta, (_, means) = self.method.beta, self.read(batch)
+-        ratios = self.log_ratios(*means)
++        beta, (sums, means) = self.method.beta, self.read(batch)
++        ratios = self.log_ratios(*sums)
+""",
+    ),
+    Bug(
+        "likelihood_of_both_sides",
+        "the likelihood that is raised beside the comparison is that of both sides of a pair",
+        "of the field",
+        "cpo",
+        ("gradient_in_expectation",),
+        patch="""
+-        return (losses - method.nll_weight * means.chosen).mean(), metrics
++        return (losses - method.nll_weight * (0.9 * means.chosen + 0.1 * means.rejected)).mean(), metrics
+""",
+    ),
+    Bug(
+        "divergences_exchanged",
+        "'reverse' is the forward divergence, and 'forward' the reverse one",
+        "of the field",
+        "distill_offline",
+        ("gradient_in_expectation",),
+        patch="""
+-        told = self.policy(batch.sequences, reference=self.reference, divergence=measure)
++        measure = {"reverse": "forward", "forward": "reverse"}.get(measure, measure) if name == measure else measure
++        told = self.policy(batch.sequences, reference=self.reference, divergence=measure)
+""",
+    ),
+    Bug(
+        "target_of_the_next_action",
+        "the target of Q is r + γ Q of the next token in the data, as in SARSA, and not r + γ V",
+        "of the field",
+        "ilql",
+        ("effects_as_declared",),
+        patch="""
+-    goal = (zero_masked(rewards, mask) + gamma * next_values(values, mask)).detach()
++    goal = (zero_masked(rewards, mask) + gamma * next_values(target_q, mask)).detach()
+""",
+    ),
+    Bug(
+        "gamma_twice",
+        "the value of the next state is discounted twice",
+        "of the field",
+        "ilql",
+        ("effects_as_declared",),
+        patch="""
+-    goal = (zero_masked(rewards, mask) + gamma * next_values(values, mask)).detach()
++    goal = (zero_masked(rewards, mask) + gamma**2 * next_values(values, mask)).detach()
+""",
+    ),
+)
+
+OF_LAWS = (*OF_CONTEXT, *OF_TIME, *OF_EXPECTATION)
 """All of them, by law."""

@@ -19,6 +19,7 @@ from trainkit_kit.checks import (
     shardings,
     structure,
     usability,
+    world,
 )
 
 __all__ = [
@@ -40,4 +41,5 @@ __all__ = [
     "shardings",
     "structure",
     "usability",
+    "world",
 ]

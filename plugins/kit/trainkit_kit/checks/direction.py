@@ -231,4 +231,5 @@ class _Effects:
         self.comparable &= off <= CLOSE * float(other.abs().max()) / 10
         zeros = torch.zeros(self.length, dtype=torch.float64)
         before, now = self.usual.get(own, zeros), after.get(own, zeros)
-        return (now - factor * before - summand) / (factor or 1.0)
+        effect: Tensor = (now - factor * before - summand) / (factor or 1.0)
+        return effect
