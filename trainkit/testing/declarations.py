@@ -145,7 +145,11 @@ class Structure:
         gradient: what the gradient is before the first update, with a policy whose outputs can all be enumerated.
             ``policy``: online, the expected gradient has the direction of ∇(E[score] − β KL(π‖π_ref)), and with a
             declared ``baseline`` also its size. A function of the `World` returns the loss of which it is the gradient.
-        penalty: with ``gradient``, the name of the setting that is β; None: there is no KL penalty.
+        unbiased: metrics that are exact in expectation: with ``entropy`` in their name, the mean entropy over tokens,
+            with ``per_token``, the mean KL from the reference over tokens, else the mean KL of responses.
+        non_negative: metrics that are not negative for any response.
+        penalty: with ``gradient``, ``unbiased`` or ``non_negative``, the name of the setting that is β; None: there is
+            no KL penalty.
         under: settings, by dotted path, under which this is so.
     """
 
@@ -159,6 +163,8 @@ class Structure:
     kl: Literal["response", "token"] | None = None
     discount: tuple[str | float, str | float] | None = None
     gradient: Literal["policy"] | Callable[[World], Tensor] | None = None
+    unbiased: tuple[str, ...] | None = None
+    non_negative: tuple[str, ...] | None = None
     penalty: str | None = None
     under: Mapping[str, Any] = field(default_factory=dict)
 

@@ -81,6 +81,7 @@ OF_PAIRS = (
     Structure(surrogate="none", detached=(), gradient=dpo_of_the_paper),
     Structure(gradient=ipo_of_the_paper, under={**NORMALISED, "method.ipo_length_normalize": False}),
 )
+ESTIMATES = Structure(unbiased=("policy/kl", "policy/kl_per_token"), non_negative=("policy/kl_per_token",))
 OF_GROUPS = Structure(scores="group", surrogate="none", detached=())
 OFFLINE = Declaration(
     contexts={"ipo_length_normalize": NORMALISED},
@@ -91,7 +92,7 @@ KIT = {
     "DPOTrainer": OFFLINE,
     # pairs and best responses are chosen within a group
     "OnlineDPOTrainer": replace(
-        OFFLINE, effects=EFFECTS, structure=(replace(OF_GROUPS, gradient=dpo_on_best_and_worst),)
+        OFFLINE, effects=EFFECTS, structure=(replace(OF_GROUPS, gradient=dpo_on_best_and_worst), ESTIMATES)
     ),
     "BestOfKTrainer": Declaration(
         effects={"k": EFFECTS["k"]}, structure=(replace(OF_GROUPS, gradient=likelihood_of_the_best),)

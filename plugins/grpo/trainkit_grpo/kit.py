@@ -69,7 +69,12 @@ STRUCTURE = (
     Structure(scores="group", surrogate="token", cliprange=RANGE, detached=(), under=ALONE),
     Structure(scores="collection", under={"method.scale": "batch"}),
     Structure(gradient="policy", under={**ALONE, "method.scale": "none"}),
-    Structure(gradient=grpo_of_the_paper, penalty="kl_coef"),
+    Structure(
+        gradient=grpo_of_the_paper,
+        penalty="kl_coef",
+        unbiased=("policy/kl", "policy/kl_per_token", "policy/entropy"),
+        non_negative=("policy/kl_per_token",),
+    ),
     Structure(detached=(), under={"method.kl_coef": 0.04}),
     Structure(surrogate="token", cliprange=RANGE, under={**BY_RESPONSE, "method.cliprange_high": 0.4}),
     Structure(surrogate="cispo", cliprange=RANGE, detached=("logprobs",), under={**ALONE, "method.surrogate": "cispo"}),

@@ -288,5 +288,75 @@ OF_EXPECTATION = (
     ),
 )
 
-OF_LAWS = (*OF_CONTEXT, *OF_TIME, *OF_EXPECTATION)
+OF_ESTIMATES = (
+    Bug(
+        "entropy_by_the_sampled_token",
+        "the entropy bonus is −log π of the sampled token, whose gradient is 0 on average",
+        "of the field",
+        "ppo",
+        ("entropy_of_states",),
+        patch="""
+-            loss = loss - method.ent_coef * masked_mean(new.entropy, mask)
++            loss = loss + method.ent_coef * masked_mean(new.logprobs, mask)
+""",
+    ),
+    Bug(
+        "entropy_of_one_term",
+        "the entropy bonus is the sampled token's term of the entropy, −π log π",
+        "of the field",
+        "ppo",
+        ("entropy_of_states",),
+        patch="""
+-            loss = loss - method.ent_coef * masked_mean(new.entropy, mask)
++            loss = loss + method.ent_coef * masked_mean(new.logprobs.exp() * new.logprobs, mask)
+""",
+    ),
+    Bug(
+        "entropy_where_there_is_advantage",
+        "the entropy bonus is multiplied by the size of the advantage",
+        "of the field",
+        "ppo",
+        ("entropy_of_states",),
+        patch="""
+-            loss = loss - method.ent_coef * masked_mean(new.entropy, mask)
++            loss = loss - method.ent_coef * masked_mean(new.entropy * batch.advantages.abs(), mask)
+""",
+    ),
+    Bug(
+        "kl_per_token_by_k1",
+        "the KL per token is reported by k1, which is negative for every other response",
+        "of the field",
+        "rloo",
+        ("estimates_as_declared",),
+        patch="""
+-                "policy/kl_per_token": Mean.of(kl_k3(x.logprobs, x.ref_logprobs), mask),
++                "policy/kl_per_token": Mean.of(kl_k1(x.logprobs, x.ref_logprobs), mask),
+""",
+    ),
+    Bug(
+        "kl_as_a_mean_of_means",
+        "the KL per token is a mean over responses of their means over tokens",
+        "of the field",
+        "grpo",
+        ("estimates_as_declared",),
+        patch="""
+-            losses, metrics["policy/kl_per_token"] = losses + method.kl_coef * k3, Mean.of(k3, mask)
++            losses = losses + method.kl_coef * k3
++            metrics["policy/kl_per_token"] = Mean.of(masked_sum(k3, mask, dim=1) / lengths)
+""",
+    ),
+    Bug(
+        "kl_by_squares",
+        "the KL per token is reported by k2, half the square of the log-ratio",
+        "of the field",
+        "online_dpo",
+        ("estimates_as_declared",),
+        patch="""
+-                "policy/kl_per_token": Mean.of(kl_k3(logprobs, ref_logprobs), mask),
++                "policy/kl_per_token": Mean.of(0.5 * kl_k1(logprobs, ref_logprobs) ** 2, mask),
+""",
+    ),
+)
+
+OF_LAWS = (*OF_CONTEXT, *OF_TIME, *OF_EXPECTATION, *OF_ESTIMATES)
 """All of them, by law."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -11,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from trainkit.data import Preferences
+from trainkit.data import Batch, Preferences
 from trainkit.errors import suggest
 from trainkit.models import Policy
 from trainkit.testing.declarations import Structure, World
 from trainkit_kit.checking import check
+from trainkit_kit.checks.fields import Settings
 from trainkit_kit.checks.structure import sized, structures
 from trainkit_kit.checks.tools import for_loss, hashed
 from trainkit_kit.failures import require
@@ -49,7 +49,8 @@ def gradient_in_expectation(bench: Bench) -> None:
             continue
         factors = {}
         for size, length in ((2, 2), (3, 1)) if bench.subject.trainer_class.group else ((1, 2),):
-            factors[size] = _require_direction(_Collection(bench, structure, size, length))
+            collection = Enumerated(bench, settings_of(bench.subject, structure), size, length)
+            factors[size] = _require_direction(collection, 0.0 if structure.penalty is None else BETA)
         if structures(bench.subject, "baseline"):
             told = ", ".join(f"{factor:.4g} in groups of {size}" for size, factor in factors.items())
             require(
@@ -61,72 +62,65 @@ def gradient_in_expectation(bench: Bench) -> None:
 # ---------------------------------------------------------------------------------------------- a collection of all
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """The letters of a world, and how often each is chosen in a state, in some order."""
-
-    letters: int
-    shares: tuple[int, ...]
+SHARES = {1: (4, 2, 1, 1), 2: (2, 1, 1), 3: (2, 1, 1)}
+"""How often the tokens are chosen in a state, in some order, by the number of responses to a prompt."""
+MANY = (2, 1)
+"""The same for larger groups, of which there would be too many."""
 
 
-GROUPED = _Shape(3, (2, 1, 1))
-ALONE = _Shape(4, (4, 2, 1, 1))
+class Enumerated:
+    """A trainer whose policy is a table, with a collection that has each group as often as it is likely.
 
+    A response is one of at most ``length`` letters, and ends with EOS or with its last letter.
 
-def _shape(size: int, length: int) -> tuple[_Shape, int]:
-    """Return a world that has not too many groups of ``size`` responses, and the length of its responses."""
-    if size <= 3:
-        return (ALONE if size == 1 else GROUPED), length
-    return _Shape(2, (2, 1)), 1
+    Args:
+        bench: makes the trainer.
+        settings: of the trainer, by dotted path.
+        size: the number of responses to a prompt, if the setting of the group allows it.
+        length: of a response.
+        equal: whether all scores are 0, and the reference equals the policy.
+    """
 
-
-class _Collection:
-    """A trainer whose policy is a table, with a collection that has each group as often as it is likely."""
-
-    def __init__(self, bench: Bench, structure: Structure, size: int, length: int, *, equal: bool = False) -> None:
-        self.beta = 0.0 if structure.penalty is None else BETA
+    def __init__(self, bench: Bench, settings: Settings, size: int, length: int, *, equal: bool = False) -> None:
         grouped = sized(bench, size) if bench.subject.trainer_class.group else {}
-        settings = {**structure.under, **grouped, **_penalty(bench.subject, structure.penalty)}
-        self.trainer = bench.in_one_turn().trainer(**settings)
-        shape, length = _shape(self.trainer.samples_per_prompt, length)
-        tokens = letters(self.trainer, shape.letters)
-        states = [state for at in range(length) for state in product(tokens, repeat=at)]
-        self.table = table_of(self.trainer, 1, {state: chances(state, tokens, shape.shares) for state in states})
-        drawn = {state: chances(state, tokens, sorted({*range(1, shape.letters + 1)}), seed=7) for state in states}
-        self.reference = table_of(self.trainer, 2, drawn)
-        self.every = [*product(tokens, repeat=length)]
+        self.trainer = bench.in_one_turn().trainer(**{**settings, **grouped})
+        shares = SHARES.get(self.trainer.samples_per_prompt, MANY)
+        length = length if self.trainer.samples_per_prompt in SHARES else 1
+        tokens = [*letters(self.trainer, len(shares) - 1), self.trainer.tokenizer.eos_token_id]
+        states = [state for at in range(length) for state in product(tokens[:-1], repeat=at)]
+        self.table = table_of(self.trainer, 1, {state: chances(state, tokens, shares) for state in states})
+        other = {state: chances(state, tokens, range(1, len(tokens) + 1), seed=7) for state in states}
+        self.reference = self.table if equal else table_of(self.trainer, 2, other)
+        self.every = [
+            (*state, token) for state in states for token in tokens if token == tokens[-1] or len(state) == length - 1
+        ]
         self.scores = {ids: 0.0 if equal else hashed("score", str(ids)) / (1 << 31) - 1 for ids in self.every}
-        self.likely = self._as_often_as_likely(sum(shape.shares) ** length)
-        groups = product(self.likely, repeat=self.trainer.samples_per_prompt)
+        with torch.no_grad():
+            shown = [round(float(each) * sum(shares) ** length) for each in self.likelihoods(self.table).exp()]
+        likely = [ids for ids, times in zip(self.every, shown, strict=True) for _ in range(times)]
+        groups = product(likely, repeat=self.trainer.samples_per_prompt)
         self.given = [Response(tuple(tokens[:1]), ids, self.scores[ids]) for group in groups for ids in group]
 
-    @torch.no_grad()
-    def _as_often_as_likely(self, parts: int) -> list[State]:
-        logs = self.table.logprobs(self.every)
-        chosen = logs.gather(-1, torch.tensor(self.every).unsqueeze(-1)).squeeze(-1).sum(1)
-        counts = (chosen.exp() * parts).round().long().tolist()
-        return [ids for ids, count in zip(self.every, counts, strict=True) for _ in range(count)]
+    def likelihoods(self, table: Table) -> Tensor:
+        """Return the log-probability of every response, with gradient. -> [R], float64."""
+        own: Tensor = world_of(self.trainer, table, table, self.every, torch.zeros(len(self.every))).logprobs.sum(1)
+        return own
 
     def world(self) -> World:
         """Return the collection for a closed form."""
         scores = torch.tensor([each.score for each in self.given], dtype=torch.float64)
         return world_of(self.trainer, self.table, self.reference, [each.ids for each in self.given], scores)
 
-    def gradient(self) -> Tensor:
-        """Return the gradient of the loss by the logits of all states, and leave the collection in the store."""
-        with tabular(self.trainer, self.table, self.reference):
-            _require_values(self.trainer)
-            collect_given(self.trainer, self.given)
-            return gradient_by(self.trainer, self.table)
-
-    def objective(self) -> Tensor:
+    def objective(self, beta: float) -> Tensor:
         """Return E[score] − β KL(π‖π_ref), exactly. -> []."""
-        ids = torch.tensor(self.every).unsqueeze(-1)
-        own, other = (
-            table.logprobs(self.every).gather(-1, ids).squeeze(-1).sum(1) for table in (self.table, self.reference)
-        )
+        own, other = self.likelihoods(self.table), self.likelihoods(self.reference).detach()
         scores = torch.tensor([self.scores[each] for each in self.every], dtype=torch.float64)
-        return (own.exp() * (scores - self.beta * (own - other.detach()))).sum()
+        return (own.exp() * (scores - beta * (own - other))).sum()
+
+
+def settings_of(subject: Subject, structure: Structure) -> Settings:
+    """Return the settings under which a gradient is declared, with the KL penalty."""
+    return {**structure.under, **_penalty(subject, structure.penalty)}
 
 
 def _penalty(subject: Subject, name: str | None) -> dict[str, Any]:
@@ -146,7 +140,7 @@ def table_of(trainer: Any, seed: int, known: Mapping[State, Mapping[int, float]]
 
 
 @torch.no_grad()
-def _require_values(trainer: Any) -> None:
+def _set_values(trainer: Any) -> None:
     """Give all states unequal values, if the policy has values: a baseline by state changes no expectation."""
     if trainer.unwrapped.value_head is not None:
         draws = torch.Generator().manual_seed(3)
@@ -154,10 +148,10 @@ def _require_values(trainer: Any) -> None:
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=draws).to(parameter))
 
 
-def gradient_by(trainer: Any, table: Table) -> Tensor:
-    """Return the gradient of the loss on a trainer's collection by the logits of a table, float64 [states, V]."""
+def gradient_by(trainer: Any, table: Table, batch: Batch) -> Tensor:
+    """Return the gradient of the loss on a batch of a collection by the logits of a table, float64 [states, V]."""
     table.logits.grad = None
-    loss, _ = trainer.loss(for_loss(trainer, trainer.store.experience))
+    loss, _ = trainer.loss(for_loss(trainer, batch))
     loss.backward()
     trainer.optimizer.zero_grad()
     found = table.logits.grad
@@ -166,12 +160,20 @@ def gradient_by(trainer: Any, table: Table) -> Tensor:
     return found.clone()
 
 
-def _require_direction(collection: _Collection) -> float:
+def _gradient(collection: Enumerated) -> Tensor:
+    """Return the gradient of the loss by the logits of all states, and leave the collection in the store."""
+    with tabular(collection.trainer, collection.table, collection.reference):
+        _set_values(collection.trainer)
+        collect_given(collection.trainer, collection.given)
+        return gradient_by(collection.trainer, collection.table, collection.trainer.store.experience)
+
+
+def _require_direction(collection: Enumerated, beta: float) -> float:
     """Fail unless the expected gradient has the direction of the policy gradient; return how large it is beside it."""
-    found = -collection.gradient()
+    found = -_gradient(collection)
     batch, rows = collection.trainer.store.experience, len(collection.given)
     found = found * float(batch.weight) / rows  # of a sum over tokens, per response
-    (due,) = torch.autograd.grad(collection.objective(), collection.table.logits)
+    (due,) = torch.autograd.grad(collection.objective(beta), collection.table.logits)
     cosine = float(cosine_similarity(found.flatten(), due.flatten(), dim=0))
     factor = float((found * due).sum() / (due * due).sum())
     size = collection.trainer.samples_per_prompt
@@ -182,7 +184,7 @@ def _require_direction(collection: _Collection) -> float:
     require(
         factor > 0 and float(off.max()) <= 10 * CLOSE * float(due.abs().max()),
         f"the cosine of the exact expected gradient{what} and that of E[score]"
-        f"{' − β KL' if collection.beta else ''} is {cosine:.5f}; after the tokens {list(state)}, the logit of token "
+        f"{' − β KL' if beta else ''} is {cosine:.5f}; after the tokens {list(state)}, the logit of token "
         f"{at[1]} has {float(found[at] / (factor or 1.0)):.4g} instead of {float(due[at]):.4g}. The baseline depends "
         "on the own response, an estimate is biased, or a score or length is that of another response",
     )
@@ -207,8 +209,8 @@ def world_of(trainer: Any, table: Table, reference: Table, responses: Sequence[S
 def _require_closed_form(bench: Bench, structure: Structure) -> None:
     if bench.subject.online:
         size = 2 if bench.subject.trainer_class.group else 1
-        collection = _Collection(bench, structure, size, 2)
-        found, world, table = collection.gradient(), collection.world(), collection.table
+        collection = Enumerated(bench, settings_of(bench.subject, structure), size, 2)
+        found, world, table = _gradient(collection), collection.world(), collection.table
     else:
         found, world, table = _of_dataset(bench, structure)
     assert callable(structure.gradient), "a name is another case"
@@ -226,11 +228,11 @@ def _require_closed_form(bench: Bench, structure: Structure) -> None:
 
 def _of_dataset(bench: Bench, structure: Structure) -> tuple[Tensor, World, Table]:
     """Return the gradient on the dataset of the tiny run, what a closed form is computed from, and the table."""
-    trainer = bench.trainer(**structure.under, **_named(_penalty(bench.subject, structure.penalty)))
+    trainer = bench.trainer(**settings_of(bench.subject, structure))
     table, reference, rows = table_of(trainer, 1), table_of(trainer, 2), trainer.pipeline.rows
     with tabular(trainer, table, reference):
         trainer.collect()
-        found = gradient_by(trainer, table)
+        found = gradient_by(trainer, table, trainer.store.experience)
     if "pairs" in bench.subject.inputs:
         pairs: Preferences = trainer.encode_preferences(rows)
         sequences, key = pairs.both, "margin"
@@ -239,7 +241,3 @@ def _of_dataset(bench: Bench, structure: Structure) -> tuple[Tensor, World, Tabl
     scores = torch.tensor([float(row.get(key) or 0) for row in rows], dtype=torch.float64)
     world = world_of(trainer, table, reference, [response.tolist() for response in sequences.responses], scores)
     return found, world, table
-
-
-def _named(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {name.replace(".", "__"): value for name, value in settings.items()}
