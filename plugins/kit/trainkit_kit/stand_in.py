@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from trainkit.data import Batch, Rollouts, Sequences
 from trainkit.models import TokenOutputs
 from trainkit.rollouts import assemble
+from trainkit_kit.subjects import Bench
 
 Number = Callable[[str, bool, tuple[int, ...], int | None], float]
 """Computes an output of a model: its name, whether the model is the trained one, the ids of the response before the
@@ -175,6 +176,25 @@ def _turns(trainer: Any, response: Response) -> list[dict[str, Any]]:
         reward = sum(_numbers(response)[start:end])
         said, start = [*said, {"output": output, "observation": observation, "reward": reward}], end
     return said
+
+
+def samples_itself(bench: Bench) -> bool:
+    """Return whether the subject samples or scores when it makes experience of rollouts, which nothing stands in for.
+
+    VinePPO does, which estimates values by further responses.
+    """
+    trainer = bench.in_one_turn().trainer()
+    token, calls = letters(trainer, 1)[0], list[int]()
+    given = [Response((token,), (token,) * (2 + at), float(at)) for at in range(trainer.samples_per_prompt)]
+    honest = trainer.sampling.respond
+
+    def respond(*positional: Any, **named: Any) -> Any:
+        calls.append(1)
+        return honest(*positional, **named)
+
+    trainer.sampling.respond = respond
+    collect_given(trainer, given)
+    return bool(calls)
 
 
 @torch.no_grad()

@@ -84,6 +84,17 @@ OF_CONTEXT = (
 +        loss = masked_mean(-batch.advantages.unsqueeze(1) * ratio * decay, mask)
 """,
     ),
+    Bug(
+        "likelihood_per_token_of_the_row",
+        "the log-probability of a response is divided by the tokens of prompt and response",
+        "of the field",
+        "remax",
+        ("context_does_not_count",),
+        patch="""
+-        losses = -masked_sum(batch.advantages * logprobs, mask, dim=1)
++        losses = -masked_sum(batch.advantages * logprobs, mask, dim=1) / batch.sequences.lengths
+""",
+    ),
 )
 
 OF_TIME = (
@@ -95,7 +106,7 @@ OF_TIME = (
         ("time_has_a_direction",),
         patch="""
 -        returns, _ = gae(torch.zeros_like(rewards), rewards, mask, gamma=1.0, lam=1.0)
-+        returns = zero_masked(rewards.cumsum(1), mask)
++        returns = zero_masked(zero_masked(rewards, mask).cumsum(1), mask)
 """,
     ),
     Bug(
@@ -193,6 +204,17 @@ OF_EXPECTATION = (
 -        advantages = whiten(returns, mask, reduce=self.reduce)
 +        means = (returns.sum(1) / mask.sum(1)).unsqueeze(1)
 +        advantages = whiten(returns - 0.5 * means, mask, reduce=self.reduce)
+""",
+    ),
+    Bug(
+        "penalty_without_the_own_token",
+        "a token does not pay for its own KL, only for that of later tokens",
+        "of the field",
+        "remax",
+        ("gradient_in_expectation",),
+        patch="""
+-    following = penalty.sum(1, keepdim=True) - penalty.cumsum(1) + penalty
++    following = penalty.sum(1, keepdim=True) - penalty.cumsum(1)
 """,
     ),
     Bug(

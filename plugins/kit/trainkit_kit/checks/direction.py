@@ -16,7 +16,7 @@ from trainkit_kit.checks.losses import evaluated
 from trainkit_kit.checks.structure import structures
 from trainkit_kit.checks.tools import for_loss
 from trainkit_kit.failures import require
-from trainkit_kit.stand_in import Number, Response, collect_given, standing_in, varied
+from trainkit_kit.stand_in import Number, Response, collect_given, samples_itself, standing_in, varied
 from trainkit_kit.subjects import Bench, Subject
 
 AT = 5
@@ -45,10 +45,14 @@ def time_has_a_direction(bench: Bench) -> None:
 
     What changes in all responses alike, as by whitening, is left out; where scores change other responses in another
     way, as a running scale of rewards does, only their sign is checked. An algorithm that credits a whole response with
-    the sum of its rewards may do that for rewards at any token, and then its first token gets as much as its last.
-    Sums in the direction of the text instead of the other, and rewards that are placed at a wrong token, teach which
-    token follows a reward.
+    the sum of its rewards may do that for rewards at any token, and then its first token gets as much as its last. One
+    that samples more responses to make experience passes. Sums in the direction of the text instead of the other, and
+    rewards that are placed at a wrong token, teach which token follows a reward.
+
+    Causes: ``cumsum`` without the two ``flip``; rewards that are used as advantages; a reward at the next token.
     """
+    if samples_itself(bench):
+        return
     effects = _Effects(bench)
     found = torch.stack([effects.of_reward(token) for token in range(effects.length)])  # [reward, token]
     largest = float(found.abs().max())
@@ -100,6 +104,9 @@ def discounted_as_declared(bench: Bench) -> None:
     If V of a state rises by 1, the credit of the token before it rises by γ − γλ, and that of the token that is chosen
     in it falls by 1. γ and λ that are exchanged, a value of the state before or behind, and a discount that is missing
     or applied twice all train, with another bias.
+
+    Causes: V of the same state instead of the next one in δ; γλ instead of γ before V; arguments in another order; a
+    sum over columns that includes tokens of an environment.
     """
     for structure in structures(bench.subject, "discount"):
         settings, gamma, lam = _discount(bench, structure)

@@ -44,6 +44,8 @@ def entropy_of_states(bench: Bench) -> None:
 
     It cannot depend on the token that was sampled there. −log π of this token has the entropy as its mean, and its
     gradient the mean 0, so that it changes nothing but noise.
+
+    Causes: ``-logprobs`` instead of ``entropy``; a weight of the bonus that depends on the advantage or the ratio.
     """
     for name, value in _of(bench.subject):
         collection, seen = Enumerated(bench, {f"method.{name}": value}, 2, 2, equal=True), dict[State, Seen]()
@@ -108,6 +110,8 @@ def estimates_as_declared(bench: Bench) -> None:
     The collection has every response as often as it is likely, so that the mean of an unbiased estimate is what it
     estimates. The square of a log-ratio, a mean of means over responses of unequal lengths, and an estimate with the
     policies exchanged are close to it in runs, and not equal.
+
+    Causes: k1 or k2 instead of k3; a mean of the responses' means; a sum over tokens where a mean is meant.
     """
     for structure in bench.subject.declaration.structure:
         if structure.unbiased is None and structure.non_negative is None:

@@ -42,6 +42,9 @@ def gradient_in_expectation(bench: Bench) -> None:
     The mean over it is therefore the expectation, which for a policy gradient is that of the objective, whatever the
     baseline, and else the closed form of the paper. Baselines with a part of the own score, estimates of the KL that
     are biased, lengths and numbers of responses that are wrong by one, and signs are found at once.
+
+    Causes: the own score, or something of the own response, in the baseline; k2 or k3 instead of k1 in the reward; a
+    mean where a sum is meant; the reference of another row or side; a coefficient that is applied twice.
     """
     for structure in structures(bench.subject, "gradient"):
         if structure.gradient != "policy":

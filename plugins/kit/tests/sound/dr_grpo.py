@@ -1,0 +1,28 @@
+"""Dr. GRPO: the mean of the whole group as the baseline, and a constant length (Liu et al. 2025)."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from researchers.dr_grpo import DrGRPOConfig, DrGRPOTrainer
+from trainkit import register_trainer
+from trainkit.testing import Declaration, Structure
+
+
+class Config(DrGRPOConfig):
+    """Settings of Dr. GRPO."""
+
+    name: str = "_sound_dr_grpo"
+    """The registered name."""
+    k: int = Field(4, ge=2)
+    """Responses per prompt."""
+
+
+@register_trainer("_sound_dr_grpo")
+class Trainer(DrGRPOTrainer):
+    """Trainer of Dr. GRPO; its gradient has (k − 1) / k of the size of that of the objective, and its direction."""
+
+    method_class = Config
+
+
+KIT = Declaration(structure=(Structure(scores="group", surrogate="token", gradient="policy", detached=()),))
