@@ -20,6 +20,17 @@ def loss_of_the_teacher_itself(trainer: Any) -> float:
     return float(trainer.loss(trainer.store.experience.to(trainer.accelerator.device))[0])
 
 
+EFFECTS: dict[str, Effect | list[Effect]] = {
+    "divergence": [
+        Effect("loss", rises=("jensen_shannon", "reverse")),
+        Effect("loss", rises=("jensen_shannon", "forward")),
+        Effect(loss_of_the_teacher_itself, equals={"reverse": 0.0, "forward": 0.0, "jensen_shannon": 0.0}),
+    ],
+    "beta": [Effect("loss", falls=(0.5, 0.9, 0.99), under=MIXED), Effect("loss", falls=(0.5, 0.1, 0.01), under=MIXED)],
+    "reward_coef": Effect("size of advantages", rises=(0.5, 1.0, 2.0)),
+}
+
+
 def divergence_of(world: World) -> Tensor:
     """Return KL(π‖teacher) or KL(teacher‖π) over the vocabulary, a mean over tokens (Agarwal et al. 2023)."""
     reverse = world.method.divergence == "reverse"
@@ -35,15 +46,6 @@ def divergence_and_rewards(world: World) -> Tensor:
     return loss
 
 
-EFFECTS: dict[str, Effect | list[Effect]] = {
-    "divergence": [
-        Effect("loss", rises=("jensen_shannon", "reverse")),
-        Effect("loss", rises=("jensen_shannon", "forward")),
-        Effect(loss_of_the_teacher_itself, equals={"reverse": 0.0, "forward": 0.0, "jensen_shannon": 0.0}),
-    ],
-    "beta": [Effect("loss", falls=(0.5, 0.9, 0.99), under=MIXED), Effect("loss", falls=(0.5, 0.1, 0.01), under=MIXED)],
-    "reward_coef": Effect("size of advantages", rises=(0.5, 1.0, 2.0)),
-}
 OF_DIVERGENCE = Structure(surrogate="none", detached=(), gradient=divergence_of)
 FORWARD = Structure(gradient=divergence_of, under={"method.divergence": "forward"})
 REWARDED = Structure(

@@ -20,6 +20,28 @@ def mean_of_three(trainer: Any) -> float:
     return float(trainer.losses(chosen, zeros, batch).mean())
 
 
+SMOOTHED = {"method.loss_type": "robust"}
+NORMALISED = {"method.loss_type": "ipo"}
+EFFECTS: dict[str, Effect | list[Effect]] = {
+    # −log σ(βx), max(0, 1 − βx), (x − 5)² and 1 − σ(±βr), at β = 0.1
+    "loss_type": Effect(
+        mean_of_three, equals={"sigmoid": 0.678561, "hinge": 0.966667, "ipo": 70 / 3, "kto_pair": 0.495858}
+    ),
+    "beta": [
+        Effect(mean_of_three, equals={0.1: 0.678561, 1.0: 0.711112}),
+        Effect("credit of chosen", rises=(0.1, 0.5, 1.0)),
+    ],
+    "label_smoothing": [
+        Effect(mean_of_three, equals={0.0: 0.678561, 0.1: 0.681894}),
+        Effect("credit of chosen", falls=(0.0, 0.1, 0.3)),
+        Effect("credit of chosen", rises=(0.1, 0.3), under=SMOOTHED),
+    ],
+    "ipo_length_normalize": Effect("credit of chosen", rises=(True, False), under=NORMALISED),
+    "reference_free": Effect("size of ref_chosen", equals={True: 0.0}),
+    "k": Effect("responses", rises=(2, 4)),
+}
+
+
 def margins_of(world: World) -> Tensor:
     """Return log π − log π_ref of the chosen less that of the rejected outputs. [B]."""
     chosen, rejected = (world.logprobs - world.ref_logprobs).sum(1).chunk(2)
@@ -57,26 +79,6 @@ def likelihood_of_the_best(world: World) -> Tensor:
     return -world.logprobs.sum(1)[best][decided].mean()
 
 
-SMOOTHED = {"method.loss_type": "robust"}
-NORMALISED = {"method.loss_type": "ipo"}
-EFFECTS: dict[str, Effect | list[Effect]] = {
-    # −log σ(βx), max(0, 1 − βx), (x − 5)² and 1 − σ(±βr), at β = 0.1
-    "loss_type": Effect(
-        mean_of_three, equals={"sigmoid": 0.678561, "hinge": 0.966667, "ipo": 70 / 3, "kto_pair": 0.495858}
-    ),
-    "beta": [
-        Effect(mean_of_three, equals={0.1: 0.678561, 1.0: 0.711112}),
-        Effect("credit of chosen", rises=(0.1, 0.5, 1.0)),
-    ],
-    "label_smoothing": [
-        Effect(mean_of_three, equals={0.0: 0.678561, 0.1: 0.681894}),
-        Effect("credit of chosen", falls=(0.0, 0.1, 0.3)),
-        Effect("credit of chosen", rises=(0.1, 0.3), under=SMOOTHED),
-    ],
-    "ipo_length_normalize": Effect("credit of chosen", rises=(True, False), under=NORMALISED),
-    "reference_free": Effect("size of ref_chosen", equals={True: 0.0}),
-    "k": Effect("responses", rises=(2, 4)),
-}
 OF_PAIRS = (
     Structure(surrogate="none", detached=(), gradient=dpo_of_the_paper),
     Structure(gradient=ipo_of_the_paper, under={**NORMALISED, "method.ipo_length_normalize": False}),

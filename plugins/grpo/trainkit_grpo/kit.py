@@ -37,16 +37,6 @@ def credit_for_an_advantage_of_1(trainer: Any) -> float:
     return float(-slopes[row, first] * len(batch) / batch.advantages[row])
 
 
-def grpo_of_the_paper(world: World) -> Tensor:
-    """Return −A log π + β k3, a mean over tokens, A = (r − mean) / std of the group (Shao et al. 2024, equation 3)."""
-    groups = world.scores.view(-1, world.method.group_size)
-    advantages = (groups - groups.mean(1, keepdim=True)) / groups.std(1, keepdim=True).clamp(min=1e-6)
-    log_ratio = world.ref_logprobs - world.logprobs
-    k3 = log_ratio.exp() - 1 - log_ratio
-    loss: Tensor = (world.method.kl_coef * k3 - advantages.view(-1, 1) * world.logprobs)[world.mask].mean()
-    return loss
-
-
 EFFECTS: dict[str, Effect | list[Effect]] = {
     "group_size": Effect("responses", rises=(2, 4, 8)),
     "grpo_epochs": Effect("collections", falls=(1, 2, 4)),
@@ -64,6 +54,18 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     "cliprange_high": Effect("unclipped", rises=(0.01, 0.1, 1.0), under={**ALONE, "method.cliprange": 0.01}),
     "dynamic_sampling": Effect("size of advantages", rises=(False, True), under={"rollout.num_rollouts": 64}),
 }
+
+
+def grpo_of_the_paper(world: World) -> Tensor:
+    """Return −A log π + β k3, a mean over tokens, A = (r − mean) / std of the group (Shao et al. 2024, equation 3)."""
+    groups = world.scores.view(-1, world.method.group_size)
+    advantages = (groups - groups.mean(1, keepdim=True)) / groups.std(1, keepdim=True).clamp(min=1e-6)
+    log_ratio = world.ref_logprobs - world.logprobs
+    k3 = log_ratio.exp() - 1 - log_ratio
+    loss: Tensor = (world.method.kl_coef * k3 - advantages.view(-1, 1) * world.logprobs)[world.mask].mean()
+    return loss
+
+
 RANGE = ("cliprange", "cliprange_high")
 STRUCTURE = (
     Structure(scores="group", surrogate="token", cliprange=RANGE, detached=(), under=ALONE),

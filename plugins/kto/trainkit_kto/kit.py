@@ -21,13 +21,6 @@ def loss_with_a_kl_of_10(trainer: Any) -> float:
     return float(trainer.loss(trainer.prepare_step(batch).to(trainer.accelerator.device))[0])
 
 
-def kto_without_a_reference_point(world: World) -> Tensor:
-    """Return λ (1 − σ(±β r)), r = log π − log π_ref (Ethayarajh et al. 2024, equation 7, with z = 0)."""
-    rewards, good = world.method.beta * (world.logprobs - world.ref_logprobs).sum(1), world.scores == 1
-    weights = torch.where(good, world.method.desirable_weight, world.method.undesirable_weight)
-    return (weights * (1 - torch.where(good, rewards, -rewards).sigmoid())).mean()
-
-
 EFFECTS: dict[str, Effect | list[Effect]] = {
     "beta": [
         Effect("credit of desirable", rises=(0.1, 0.5, 1.0)),
@@ -44,6 +37,15 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     # of 16 samples 6 are desirable, with the loss σ(1), and the others have σ(−1)
     "reference_point": Effect(loss_with_a_kl_of_10, equals={"mismatched": 0.442235, "zero": 0.5}),
 }
+
+
+def kto_without_a_reference_point(world: World) -> Tensor:
+    """Return λ (1 − σ(±β r)), r = log π − log π_ref (Ethayarajh et al. 2024, equation 7, with z = 0)."""
+    rewards, good = world.method.beta * (world.logprobs - world.ref_logprobs).sum(1), world.scores == 1
+    weights = torch.where(good, world.method.desirable_weight, world.method.undesirable_weight)
+    return (weights * (1 - torch.where(good, rewards, -rewards).sigmoid())).mean()
+
+
 # no baseline: a label counts in its own sample, and the reference point is a number
 STRUCTURE = (
     Structure(scores="row", surrogate="none", detached=()),

@@ -17,32 +17,6 @@ def mean_of_three(trainer: Any) -> float:
     return float(trainer.losses(torch.tensor([2.0, -1.0, 0.0])).mean())
 
 
-def means_of(world: World) -> tuple[Tensor, Tensor]:
-    """Return the mean log-probabilities of the tokens of chosen and of rejected outputs. [B] ×2."""
-    chosen, rejected = (world.logprobs.sum(1) / world.mask.sum(1)).chunk(2)
-    return chosen, rejected
-
-
-def orpo_of_the_paper(world: World) -> Tensor:
-    """Return −log p_c − λ log σ(log odds_c − log odds_r) (Hong, Lee, Thorne 2024, equations 6 and 7)."""
-    chosen, rejected = means_of(world)
-    odds = [p - torch.log1p(-p.exp()) for p in (chosen, rejected)]
-    loss: Tensor = (-chosen - world.method.beta * F.logsigmoid(odds[0] - odds[1])).mean()
-    return loss
-
-
-def cpo_of_the_paper(world: World) -> Tensor:
-    """Return −log σ(β (log π_c − log π_r)) − log p_c, the last a mean over tokens (Xu et al. 2024, equation 5)."""
-    sums = world.logprobs.sum(1).chunk(2)
-    return (-F.logsigmoid(world.method.beta * (sums[0] - sums[1])) - means_of(world)[0]).mean()
-
-
-def simpo_of_the_paper(world: World) -> Tensor:
-    """Return −log σ(β (log p_c − log p_r) − γ), of means over tokens (Meng, Xia, Chen 2024, equation 6)."""
-    chosen, rejected = means_of(world)
-    return -F.logsigmoid(world.method.beta * (chosen - rejected) - world.method.simpo_gamma).mean()
-
-
 SIMPO = {"method.loss_type": "simpo"}
 EFFECTS: dict[str, Effect | list[Effect]] = {
     # −log σ(βx), max(0, 1 − βx), (x − 5)² and −log σ(βx − ½), at β = 0.1
@@ -69,6 +43,34 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
         Effect("credit of chosen", same=(None, 0.0), under=SIMPO),
     ],
 }
+
+
+def means_of(world: World) -> tuple[Tensor, Tensor]:
+    """Return the mean log-probabilities of the tokens of chosen and of rejected outputs. [B] ×2."""
+    chosen, rejected = (world.logprobs.sum(1) / world.mask.sum(1)).chunk(2)
+    return chosen, rejected
+
+
+def orpo_of_the_paper(world: World) -> Tensor:
+    """Return −log p_c − λ log σ(log odds_c − log odds_r) (Hong, Lee, Thorne 2024, equations 6 and 7)."""
+    chosen, rejected = means_of(world)
+    odds = [p - torch.log1p(-p.exp()) for p in (chosen, rejected)]
+    loss: Tensor = (-chosen - world.method.beta * F.logsigmoid(odds[0] - odds[1])).mean()
+    return loss
+
+
+def cpo_of_the_paper(world: World) -> Tensor:
+    """Return −log σ(β (log π_c − log π_r)) − log p_c, the last a mean over tokens (Xu et al. 2024, equation 5)."""
+    sums = world.logprobs.sum(1).chunk(2)
+    return (-F.logsigmoid(world.method.beta * (sums[0] - sums[1])) - means_of(world)[0]).mean()
+
+
+def simpo_of_the_paper(world: World) -> Tensor:
+    """Return −log σ(β (log p_c − log p_r) − γ), of means over tokens (Meng, Xia, Chen 2024, equation 6)."""
+    chosen, rejected = means_of(world)
+    return -F.logsigmoid(world.method.beta * (chosen - rejected) - world.method.simpo_gamma).mean()
+
+
 STRUCTURE = Structure(surrogate="none", detached=())
 OF_CPO = (replace(STRUCTURE, gradient=cpo_of_the_paper), Structure(gradient=simpo_of_the_paper, under=SIMPO))
 KIT = {

@@ -22,15 +22,17 @@ def difference_of_two_losses(trainer: Any) -> float:
     return sum(abs(loss - losses[0]) for loss in losses) / DRAWS
 
 
-def cross_entropy(world: World) -> Tensor:
-    """Return −log π, a mean over output tokens."""
-    return -world.logprobs[world.mask].mean()
-
-
 EFFECTS: dict[str, Effect | list[Effect]] = {
     "train_on_prompts": Effect("weight", rises=(False, True)),
     "packing": [Effect("rows", falls=(False, True)), Effect("weight", same=(False, True))],
     "neftune_alpha": Effect(difference_of_two_losses, rises=(0.0, 0.1, 10.0)),
 }
+
+
+def cross_entropy(world: World) -> Tensor:
+    """Return −log π, a mean over output tokens."""
+    return -world.logprobs[world.mask].mean()
+
+
 STRUCTURE = (Structure(surrogate="none", detached=(), gradient=cross_entropy),)
 KIT = Declaration(effects=EFFECTS, structure=STRUCTURE)

@@ -10,6 +10,7 @@ from mutants.laws import OF_LAWS
 from mutants.planting import Bug
 
 BUGS = (
+    *OF_LAWS,
     # ------------------------------------------------------------------------------------- masks, padding, EOS
     Bug(
         "eos_unlearnt_online",
@@ -1203,5 +1204,4 @@ BUGS = (
 +    return -F.logsigmoid(chosen - rejected - margins) + center_coef * (chosen + rejected).detach() ** 2
 """,
     ),
-    *OF_LAWS,
 )
