@@ -32,10 +32,18 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
 
 
 def divergence_of(world: World) -> Tensor:
-    """Return KL(π‖teacher) or KL(teacher‖π) over the vocabulary, a mean over tokens (Agarwal et al. 2023)."""
-    reverse = world.method.divergence == "reverse"
-    one, other = (world.policy, world.reference) if reverse else (world.reference, world.policy)
-    return (one.exp() * (one - other)).sum(-1)[world.mask].mean()
+    """Return a divergence over the vocabulary, a mean over tokens, p being π and q the teacher (Agarwal et al. 2023).
+
+    KL(p‖q), KL(q‖p), or β KL(q‖m) + (1 − β) KL(p‖m) with m = β q + (1 − β) p.
+    """
+    p, q, beta = world.policy, world.reference, world.method.beta
+    mixture = (beta * q.exp() + (1 - beta) * p.exp()).log()
+    divergences = {
+        "reverse": p.exp() * (p - q),
+        "forward": q.exp() * (q - p),
+        "jensen_shannon": beta * q.exp() * (q - mixture) + (1 - beta) * p.exp() * (p - mixture),
+    }
+    return divergences[world.method.divergence].sum(-1)[world.mask].mean()
 
 
 def divergence_and_rewards(world: World) -> Tensor:
@@ -48,6 +56,7 @@ def divergence_and_rewards(world: World) -> Tensor:
 
 OF_DIVERGENCE = Structure(surrogate="none", detached=(), gradient=divergence_of)
 FORWARD = Structure(gradient=divergence_of, under={"method.divergence": "forward"})
+UNEQUAL = Structure(gradient=divergence_of, under={**MIXED, "method.beta": 0.2})
 REWARDED = Structure(
     scores="collection", detached=(), gradient=divergence_and_rewards, under={"method.reward_coef": 1.0}
 )
@@ -57,14 +66,14 @@ OFFLINE = Declaration(
     arguments=TEACHER,
     contexts={"beta": MIXED},
     effects={name: EFFECTS[name] for name in ("divergence", "beta")},
-    structure=(OF_DIVERGENCE, FORWARD),
+    structure=(OF_DIVERGENCE, FORWARD, UNEQUAL),
 )
 KIT = {
     "DistillTrainer": replace(
         OFFLINE,
         variants={"rewards": {"method.reward_coef": 10.0}},
         effects=EFFECTS,
-        structure=(OF_DIVERGENCE, FORWARD, REWARDED),
+        structure=(OF_DIVERGENCE, FORWARD, UNEQUAL, REWARDED),
     ),
     "DistillOfflineTrainer": OFFLINE,
 }

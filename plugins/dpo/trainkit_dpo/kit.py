@@ -48,15 +48,22 @@ def margins_of(world: World) -> Tensor:
     return chosen - rejected
 
 
-def dpo_of_the_paper(world: World) -> Tensor:
-    """Return −log σ(β (r_c − r_r)) (Rafailov et al. 2023, equation 7)."""
-    return -F.logsigmoid(world.method.beta * margins_of(world)).mean()
+def pairs_of_the_papers(world: World) -> Tensor:
+    """Return the loss of pairs, x = r_c − r_r.
 
-
-def ipo_of_the_paper(world: World) -> Tensor:
-    """Return (h − 1/2β)², h the difference of the sums of log-ratios (Azar et al. 2023, equation 17)."""
-    loss: Tensor = ((margins_of(world) - 1 / (2 * world.method.beta)) ** 2).mean()
-    return loss
+    −(1 − ε) log σ(βx) − ε log σ(−βx) is that of Rafailov et al. 2023, equation 7, with smoothed labels; the robust one
+    of Chowdhury, Kini, Natarajan 2024 has a minus before its second term, and is divided by 1 − 2ε. (x − 1/2β)² is that
+    of Azar et al. 2023, equation 17, and max(0, 1 − βx) that of Liu et al. 2023.
+    """
+    method, x = world.method, margins_of(world)
+    smoothing, likely, unlikely = method.label_smoothing, F.logsigmoid(method.beta * x), F.logsigmoid(-method.beta * x)
+    losses = {
+        "sigmoid": -(1 - smoothing) * likely - smoothing * unlikely,
+        "robust": (-(1 - smoothing) * likely + smoothing * unlikely) / (1 - 2 * smoothing),
+        "hinge": (1 - method.beta * x).clamp(min=0),
+        "ipo": (x - 1 / (2 * method.beta)) ** 2,
+    }
+    return losses[method.loss_type].mean()
 
 
 def best_and_worst_of(world: World) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,8 +87,11 @@ def likelihood_of_the_best(world: World) -> Tensor:
 
 
 OF_PAIRS = (
-    Structure(surrogate="none", detached=(), gradient=dpo_of_the_paper),
-    Structure(gradient=ipo_of_the_paper, under={**NORMALISED, "method.ipo_length_normalize": False}),
+    Structure(surrogate="none", detached=(), gradient=pairs_of_the_papers),
+    Structure(gradient=pairs_of_the_papers, under={**NORMALISED, "method.ipo_length_normalize": False}),
+    Structure(gradient=pairs_of_the_papers, under={"method.label_smoothing": 0.1, "method.beta": 0.3}),
+    Structure(gradient=pairs_of_the_papers, under={**SMOOTHED, "method.label_smoothing": 0.2}),
+    Structure(gradient=pairs_of_the_papers, under={"method.loss_type": "hinge", "method.beta": 0.3}),
 )
 ESTIMATES = Structure(unbiased=("policy/kl", "policy/kl_per_token"), non_negative=("policy/kl_per_token",))
 OF_GROUPS = Structure(scores="group", surrogate="none", detached=())

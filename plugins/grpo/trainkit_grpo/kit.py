@@ -57,13 +57,18 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
 
 
 def grpo_of_the_paper(world: World) -> Tensor:
-    """Return −A log π + β k3, a mean over tokens, A = (r − mean) / std of the group (Shao et al. 2024, equation 3)."""
+    """Return −A log π + β k3, A = (r − mean) / std of the group (Shao et al. 2024, equation 3), or of all responses.
+
+    It is a mean over tokens (Yu et al. 2025), or over responses of their means over tokens.
+    """
     groups = world.scores.view(-1, world.method.group_size)
-    advantages = (groups - groups.mean(1, keepdim=True)) / groups.std(1, keepdim=True).clamp(min=1e-6)
+    spread = groups.std(1, keepdim=True) if world.method.scale == "group" else groups.std()
+    advantages = (groups - groups.mean(1, keepdim=True)) / spread.clamp(min=1e-6)
     log_ratio = world.ref_logprobs - world.logprobs
     k3 = log_ratio.exp() - 1 - log_ratio
-    loss: Tensor = (world.method.kl_coef * k3 - advantages.view(-1, 1) * world.logprobs)[world.mask].mean()
-    return loss
+    losses = (world.method.kl_coef * k3 - advantages.view(-1, 1) * world.logprobs) * world.mask
+    loss: Tensor = losses.sum() / world.mask.sum()
+    return loss if world.method.average == "tokens" else (losses.sum(1) / world.mask.sum(1)).mean()
 
 
 RANGE = ("cliprange", "cliprange_high")
@@ -71,6 +76,8 @@ STRUCTURE = (
     Structure(scores="group", surrogate="token", cliprange=RANGE, detached=(), under=ALONE),
     Structure(scores="collection", under={"method.scale": "batch"}),
     Structure(gradient="policy", under={**ALONE, "method.scale": "none"}),
+    Structure(gradient=grpo_of_the_paper, penalty="kl_coef", under={"method.average": "responses"}),
+    Structure(gradient=grpo_of_the_paper, under={"method.scale": "batch"}),
     Structure(
         gradient=grpo_of_the_paper,
         penalty="kl_coef",

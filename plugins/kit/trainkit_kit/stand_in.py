@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook
 
 from trainkit.data import Batch, Rollouts, Sequences
-from trainkit.models import TokenOutputs
+from trainkit.models import Policy, Scorer, TokenOutputs
 from trainkit.rollouts import assemble
 from trainkit_kit.subjects import Bench
 
@@ -46,15 +46,14 @@ def moved(name: str, trained: bool, before: tuple[int, ...], token: int | None) 
 def standing_in(trainer: Any, number: Number = varied) -> Iterator[None]:
     """Let the outputs of all policies and scorers follow from responses alone, as ``number`` says, within the context.
 
-    Policies are those that return `TokenOutputs`, such as references and teachers. The trained model may also return
-    one number per row [B].
+    Policies are those that return `TokenOutputs`, such as references and teachers; scorers return a number per row [B].
     """
     trainer.models.build()  # references are made with it
     model = trainer.unwrapped
 
     def outputs_of(module: Any, positional: tuple[Any, ...], named: dict[str, Any], outputs: Any) -> Any:
         trained = module is model
-        scores = trained and isinstance(outputs, Tensor) and outputs.dim() == 1
+        scores = isinstance(module, Scorer)
         if not scores and not isinstance(outputs, TokenOutputs):
             return None
         sequences = positional[0] if positional else named["sequences"]
@@ -178,23 +177,29 @@ def _turns(trainer: Any, response: Response) -> list[dict[str, Any]]:
     return said
 
 
-def samples_itself(bench: Bench) -> bool:
-    """Return whether the subject samples or scores when it makes experience of rollouts, which nothing stands in for.
+def can_stand_in(bench: Bench) -> bool:
+    """Return whether something can stand in for all that a loss depends on besides the given responses.
 
-    VinePPO does, which estimates values by further responses.
+    Nothing can for a trained model that is none of trainkit's policies, whose heads may read its states by themselves,
+    nor for responses that are sampled when experience is made of others, as VinePPO does to estimate values.
     """
     trainer = bench.in_one_turn().trainer()
-    token, calls = letters(trainer, 1)[0], list[int]()
+    trainer.models.build()
+    if not isinstance(trainer.unwrapped, Policy | Scorer):
+        return False
+    if not trainer.online:
+        return True
+    token, sampled = letters(trainer, 1)[0], list[int]()
     given = [Response((token,), (token,) * (2 + at), float(at)) for at in range(trainer.samples_per_prompt)]
     honest = trainer.sampling.respond
 
     def respond(*positional: Any, **named: Any) -> Any:
-        calls.append(1)
+        sampled.append(1)
         return honest(*positional, **named)
 
     trainer.sampling.respond = respond
     collect_given(trainer, given)
-    return bool(calls)
+    return not sampled
 
 
 @torch.no_grad()

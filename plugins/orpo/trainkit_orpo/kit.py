@@ -59,20 +59,29 @@ def orpo_of_the_paper(world: World) -> Tensor:
     return loss
 
 
-def cpo_of_the_paper(world: World) -> Tensor:
-    """Return −log σ(β (log π_c − log π_r)) − log p_c, the last a mean over tokens (Xu et al. 2024, equation 5)."""
+def cpo_of_the_papers(world: World) -> Tensor:
+    """Return f(log π_c − log π_r) − log p_c, the last a mean over tokens (Xu et al. 2024, equation 5).
+
+    f(x) = −log σ(βx), or max(0, 1 − βx). SimPO has −log σ(βx − γ) of means over tokens, and no likelihood (Meng, Xia,
+    Chen 2024, equation 6), the form of IPO (x − 1/2β)² of means.
+    """
+    method, (chosen, rejected) = world.method, means_of(world)
     sums = world.logprobs.sum(1).chunk(2)
-    return (-F.logsigmoid(world.method.beta * (sums[0] - sums[1])) - means_of(world)[0]).mean()
-
-
-def simpo_of_the_paper(world: World) -> Tensor:
-    """Return −log σ(β (log p_c − log p_r) − γ), of means over tokens (Meng, Xia, Chen 2024, equation 6)."""
-    chosen, rejected = means_of(world)
-    return -F.logsigmoid(world.method.beta * (chosen - rejected) - world.method.simpo_gamma).mean()
+    whole, mean = sums[0] - sums[1], chosen - rejected
+    losses = {
+        "sigmoid": -F.logsigmoid(method.beta * whole) - chosen,
+        "hinge": (1 - method.beta * whole).clamp(min=0) - chosen,
+        "ipo": (mean - 1 / (2 * method.beta)) ** 2 - chosen,
+        "simpo": -F.logsigmoid(method.beta * mean - method.simpo_gamma),
+    }
+    return losses[method.loss_type].mean()
 
 
 STRUCTURE = Structure(surrogate="none", detached=())
-OF_CPO = (replace(STRUCTURE, gradient=cpo_of_the_paper), Structure(gradient=simpo_of_the_paper, under=SIMPO))
+OF_CPO = (
+    replace(STRUCTURE, gradient=cpo_of_the_papers),
+    *(Structure(gradient=cpo_of_the_papers, under={"method.loss_type": kind}) for kind in ("hinge", "ipo", "simpo")),
+)
 KIT = {
     "ORPOTrainer": Declaration(
         effects={"beta": EFFECTS["beta"]}, structure=(replace(STRUCTURE, gradient=orpo_of_the_paper),)

@@ -53,6 +53,7 @@ STRUCTURE = (
     Structure(baseline="leave_one_out", surrogate="token", kl="response", under=TOKENS),
     Structure(kl="token", under={**TOKENS, "method.kl_level": "token"}),
     Structure(gradient="policy", penalty="kl_coef"),
+    Structure(gradient="policy", penalty="kl_coef", under=TOKENS),
     Structure(unbiased=("policy/kl", "policy/kl_per_token", "policy/entropy"), non_negative=("policy/kl_per_token",)),
     Structure(gradient="policy", penalty="kl_coef", under={**TOKENS, "method.kl_level": "token"}),
 )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import Field
+from torch import Tensor
 
 from researchers.dr_grpo import DrGRPOConfig, DrGRPOTrainer
 from trainkit import register_trainer
+from trainkit.metrics import Metrics
 from trainkit.testing import Declaration, Structure
 
 
@@ -23,6 +27,10 @@ class Trainer(DrGRPOTrainer):
     """Trainer of Dr. GRPO; its gradient has (k − 1) / k of the size of that of the objective, and its direction."""
 
     method_class = Config
+
+    def loss(self, batch: Any) -> tuple[Tensor, Metrics]:
+        """Return the clipped surrogate, summed over tokens and divided by a constant, a mean over responses. -> []."""
+        return super().loss(batch)
 
 
 KIT = Declaration(structure=(Structure(scores="group", surrogate="token", gradient="policy", detached=()),))

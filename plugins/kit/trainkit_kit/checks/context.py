@@ -17,7 +17,7 @@ from trainkit_kit.checks.losses import Learnt, learnt
 from trainkit_kit.checks.structure import structures
 from trainkit_kit.checks.tools import widened
 from trainkit_kit.failures import require
-from trainkit_kit.stand_in import Response, collect_given, letters, moved, samples_itself, standing_in
+from trainkit_kit.stand_in import Response, can_stand_in, collect_given, letters, moved, standing_in
 from trainkit_kit.subjects import Bench, Subject
 
 CLOSE = 1e-5
@@ -39,14 +39,16 @@ def context_does_not_count(bench: Bench) -> None:
     The outputs of all models are set to follow from the response alone. Then longer or other prompts, longer
     observations between turns, more padding, another order of responses and, unless scores of a whole collection
     count, other responses to other prompts change nothing. Lengths that count tokens of the prompt, and returns that
-    are computed over the columns of an observation, do. Algorithms that sample more responses to make experience pass.
+    are computed over the columns of an observation, do.
+    Algorithms that sample more responses to make experience, and models that are none of trainkit's policies, pass.
 
     Causes: a length that counts ``attention_mask`` or ``lengths`` instead of ``response_mask``; positions in the row;
     a recursion over columns instead of the selected tokens; groups that are found by something else than their place.
     """
+    if not can_stand_in(bench):
+        return
     if bench.subject.online:
-        if not samples_itself(bench):
-            _require_of_responses(bench)
+        _require_of_responses(bench)
     else:
         _require_of_samples(bench)
 

@@ -16,7 +16,7 @@ from trainkit_kit.checks.losses import evaluated
 from trainkit_kit.checks.structure import structures
 from trainkit_kit.checks.tools import for_loss
 from trainkit_kit.failures import require
-from trainkit_kit.stand_in import Number, Response, collect_given, samples_itself, standing_in, varied
+from trainkit_kit.stand_in import Number, Response, can_stand_in, collect_given, standing_in, varied
 from trainkit_kit.subjects import Bench, Subject
 
 AT = 5
@@ -51,7 +51,7 @@ def time_has_a_direction(bench: Bench) -> None:
 
     Causes: ``cumsum`` without the two ``flip``; rewards that are used as advantages; a reward at the next token.
     """
-    if samples_itself(bench):
+    if not can_stand_in(bench):
         return
     effects = _Effects(bench)
     found = torch.stack([effects.of_reward(token) for token in range(effects.length)])  # [reward, token]
