@@ -38,7 +38,7 @@ def divergence_of(world: World) -> Tensor:
     """
     p, q, beta = world.policy, world.reference, world.method.beta
     mixture = (beta * q.exp() + (1 - beta) * p.exp()).log()
-    divergences = {
+    divergences: dict[str, Tensor] = {
         "reverse": p.exp() * (p - q),
         "forward": q.exp() * (q - p),
         "jensen_shannon": beta * q.exp() * (q - mixture) + (1 - beta) * p.exp() * (p - mixture),

@@ -57,7 +57,7 @@ def pairs_of_the_papers(world: World) -> Tensor:
     """
     method, x = world.method, margins_of(world)
     smoothing, likely, unlikely = method.label_smoothing, F.logsigmoid(method.beta * x), F.logsigmoid(-method.beta * x)
-    losses = {
+    losses: dict[str, Tensor] = {
         "sigmoid": -(1 - smoothing) * likely - smoothing * unlikely,
         "robust": (-(1 - smoothing) * likely + smoothing * unlikely) / (1 - 2 * smoothing),
         "hinge": (1 - method.beta * x).clamp(min=0),

@@ -68,7 +68,7 @@ def cpo_of_the_papers(world: World) -> Tensor:
     method, (chosen, rejected) = world.method, means_of(world)
     sums = world.logprobs.sum(1).chunk(2)
     whole, mean = sums[0] - sums[1], chosen - rejected
-    losses = {
+    losses: dict[str, Tensor] = {
         "sigmoid": -F.logsigmoid(method.beta * whole) - chosen,
         "hinge": (1 - method.beta * whole).clamp(min=0) - chosen,
         "ipo": (mean - 1 / (2 * method.beta)) ** 2 - chosen,
