@@ -134,6 +134,19 @@ OF_TIME = (
 """,
     ),
     Bug(
+        "bootstrap_of_the_last_token",
+        "a truncated response is bootstrapped with the value of the state before its last token, not after it",
+        "of the field",
+        "ppo",
+        ("discounted_as_declared",),
+        patch="""
+-        advantages, returns = gae(x.values, rewards, mask, gamma=method.gamma, lam=method.lam, bootstrap=x.bootstrap)
++        lasts = masked_sum(x.values, mask & (mask.flip(1).cumsum(1).flip(1) == 1), dim=1)
++        ends = torch.where(x.bootstrap != 0, lasts, x.bootstrap)
++        advantages, returns = gae(x.values, rewards, mask, gamma=method.gamma, lam=method.lam, bootstrap=ends)
+""",
+    ),
+    Bug(
         "gamma_and_lambda_exchanged",
         "γ is passed as λ, and λ as γ; their product is the same",
         "of the field",

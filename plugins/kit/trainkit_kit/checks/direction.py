@@ -21,6 +21,8 @@ from trainkit_kit.subjects import Bench, Subject
 
 AT = 5
 """The row of `responses` whose rewards are changed; it has six tokens and has ended."""
+CUT = 1
+"""One that has six tokens, too, and was truncated."""
 FIRST = 2
 """The first token that is chosen in a state which no other response has."""
 RAISE = 3.0
@@ -110,20 +112,28 @@ def discounted_as_declared(bench: Bench) -> None:
     """
     for structure in structures(bench.subject, "discount"):
         settings, gamma, lam = _discount(bench, structure)
-        effects = _Effects(bench, settings)
-        length, unit = effects.length, float(effects.of_reward(0)[0])
-        require(unit > 0, "if the reward of the first token rises, its credit does not")
-        for token in range(length):
-            due = torch.zeros(length, dtype=torch.float64)
-            due[: token + 1] = torch.tensor([(gamma * lam) ** (token - at) for at in range(token + 1)])
-            _require(effects.of_reward(token), unit * due, f"the reward of token {token} of a response", (gamma, lam))
-            if not effects.has_values or token < FIRST:
-                continue
-            due = torch.zeros(length, dtype=torch.float64)
-            due[:token] = torch.tensor([gamma * (1 - lam) * (gamma * lam) ** (token - 1 - at) for at in range(token)])
+        for row in (AT, CUT):
+            _require_discount(_Effects(bench, settings, row), gamma, lam)
+
+
+def _require_discount(effects: _Effects, gamma: float, lam: float) -> None:
+    """Fail unless rewards and values of a response change the credits of its tokens as GAE says."""
+    length, unit = effects.length, float(effects.of_reward(0)[0])
+    require(unit > 0, "if the reward of the first token rises, its credit does not")
+    trace = torch.tensor([(gamma * lam) ** at for at in range(length)], dtype=torch.float64)
+    for token in range(length):
+        due = torch.zeros(length, dtype=torch.float64)
+        due[: token + 1] = trace[: token + 1].flip(0)
+        _require(effects.of_reward(token), unit * due, f"the reward of token {token} of a response", (gamma, lam))
+        if effects.has_values and token >= FIRST:
+            due[:token] = gamma * (1 - lam) * trace[:token].flip(0)
             due[token] = -1
             what = f"the value of the state in which token {token} of a response is chosen"
             _require(effects.of_value(token), unit * due, what, (gamma, lam))
+    if effects.has_values:
+        found, what = effects.of_value(length), "the value of the state after the last token of a response"
+        bootstrapped = not effects.ended and bool(found.any())
+        _require(found, unit * gamma * trace.flip(0) * bootstrapped, what, (gamma, lam), least=CLOSE * unit)
 
 
 def _discount(bench: Bench, structure: Structure) -> tuple[dict[str, Any], float, float]:
@@ -141,9 +151,9 @@ def _discount(bench: Bench, structure: Structure) -> tuple[dict[str, Any], float
     return settings, found[0], found[1]
 
 
-def _require(found: Tensor, due: Tensor, what: str, discount: tuple[float, float]) -> None:
+def _require(found: Tensor, due: Tensor, what: str, discount: tuple[float, float], least: float = 0.0) -> None:
     require(
-        bool(((found - due).abs() <= CLOSE * float(due.abs().max())).all()),
+        bool(((found - due).abs() <= max(CLOSE * float(due.abs().max()), least)).all()),
         f"if {what} rises by {RAISE:g}, the credits of its tokens change by {_told(found)}, and should change by "
         f"{_told(due)}: γ is {discount[0]:g} and λ {discount[1]:g}",
     )
@@ -169,17 +179,22 @@ class _Effects:
     found from the responses to other prompts, and undone.
     """
 
-    def __init__(self, bench: Bench, settings: dict[str, Any] | None = None) -> None:
-        self.bench, self.settings, self.asked = bench, settings or {}, set[str]()
+    def __init__(self, bench: Bench, settings: dict[str, Any] | None = None, row: int = AT) -> None:
+        self.bench, self.settings, self.row, self.asked = bench, settings or {}, row, set[str]()
         trainer = self._trainer()
         size = trainer.samples_per_prompt
-        self.group = range(AT // size * size, AT // size * size + size)
+        self.group = range(row // size * size, row // size * size + size)
         self.given = [_per_token(each) for each in responses(trainer, groups=max(4, 24 // size))]
-        self.given[AT] = replace(self.given[AT], score=(0.0,) * (len(self.given[AT].ids) - 1) + (-2.0,))
-        self.length = len(self.given[AT].ids)
+        self.given[row] = replace(self.given[row], score=(0.0,) * (len(self.given[self.row].ids) - 1) + (-2.0,))
+        self.length = len(self.given[row].ids)
         self.comparable = True
         """Whether the credits of other responses have changed by one factor and one summand, each time so far."""
         self.usual = self._credits(self.given, varied)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the response has ended, and was not truncated."""
+        return self.given[self.row].ended
 
     @property
     def has_values(self) -> bool:
@@ -188,15 +203,15 @@ class _Effects:
 
     def of_reward(self, token: int) -> Tensor:
         """Return the effect of a higher reward of one token. -> [tokens], float64."""
-        dense = self.given[AT].score
+        dense = self.given[self.row].score
         assert isinstance(dense, tuple), "it is made so"
         raised = tuple(reward + RAISE * (at == token) for at, reward in enumerate(dense))
-        given = [*self.given[:AT], replace(self.given[AT], score=raised), *self.given[AT + 1 :]]
+        given = [*self.given[: self.row], replace(self.given[self.row], score=raised), *self.given[self.row + 1 :]]
         return self._effect(self._credits(given, varied))
 
     def of_value(self, token: int) -> Tensor:
         """Return the effect of a higher value of the state in which one token is chosen. -> [tokens], float64."""
-        state = self.given[AT].ids[:token]
+        state = self.given[self.row].ids[:token]
 
         def number(name: str, trained: bool, before: tuple[int, ...], chosen: int | None) -> float:
             return varied(name, trained, before, chosen) + RAISE * (name == "values" and before == state)
@@ -226,7 +241,7 @@ class _Effects:
         return credits_
 
     def _effect(self, after: Credits) -> Tensor:
-        own = self.given[AT].ids
+        own = self.given[self.row].ids
         others = [each.ids for at, each in enumerate(self.given) if at not in self.group]
         one, other = (
             torch.cat([found.get(ids, torch.zeros(len(ids), dtype=torch.float64)) for ids in others])
