@@ -25,9 +25,9 @@ WHOLE = "ppo"
 DAILY = ("dpo", "rloo", "sft")
 """Algorithms for which `make test` runs the checks of `LAWS`."""
 LAWS = {
-    "accumulation", "batch_is_frozen", "eos_is_trained", "first_update", "gradient_reaches", "mask_law",
-    "metric_totals", "micro_batches", "packing", "padding_amount", "padding_side", "reference_is_frozen", "row_order",
-    "sampled_ids", "weight_counts",
+    "accumulation", "batch_is_frozen", "context_does_not_count", "eos_is_trained", "first_update", "gradient_reaches",
+    "mask_law", "metric_totals", "micro_batches", "packing", "padding_amount", "padding_side", "reference_is_frozen",
+    "row_order", "sampled_ids", "weight_counts",
 }  # fmt: skip
 """The checks of masks, alignment and exact means."""
 LAUNCHING = {"two_processes"}

@@ -10,9 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainkit.errors import PluginError, describe
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 QUANTITIES: Mapping[str, str] = {
     "loss": "the loss on the first collection, with a policy that has moved",
@@ -111,6 +114,32 @@ class Effect:
 
 
 @dataclass(frozen=True)
+class World:
+    """A dataset or a collection whose policy is a table, from which a closed form of an algorithm's loss is computed.
+
+    B rows in their order, of pairs first all chosen and then all rejected outputs; T tokens, V vocabulary. Tensors are
+    float64, and 0 behind the end of an output.
+
+    Args:
+        method: the settings of the method.
+        logprobs: log π of the tokens [B, T], with gradient.
+        ref_logprobs: log π_ref of the tokens [B, T], of the reference or the teacher.
+        policy: log π of all tokens in the states of the tokens [B, T, V], with gradient.
+        reference: the same of the reference [B, T, V].
+        mask: which tokens belong to outputs, bool [B, T].
+        scores: scores, rewards or margins [B], labels as 1 and 0; of pairs [B / 2].
+    """
+
+    method: Any
+    logprobs: Tensor
+    ref_logprobs: Tensor
+    policy: Tensor
+    reference: Tensor
+    mask: Tensor
+    scores: Tensor
+
+
+@dataclass(frozen=True)
 class Structure:
     """The structure of an algorithm; what is None is not checked.
 
@@ -136,6 +165,17 @@ class Structure:
         unscaled: fields of the experience that rise, at the last token of a response, as much as its score.
         kl: where the KL penalty of a token counts: in the advantages of its whole ``response``, or of this ``token``
             and the tokens before it. Its weight is a setting ``kl_coef``.
+        discount: γ and λ of generalised advantage estimation, each the name of a setting or a number: a reward one
+            token later counts γλ times as much. (1, 1) is the sum of the rewards to come; with λ = 0, credit is the
+            error of one step.
+        gradient: what the gradient is before the first update, with a policy whose outputs can all be enumerated.
+            ``policy``: online, the expected gradient has the direction of ∇(E[score] − β KL(π‖π_ref)), and with a
+            declared ``baseline`` also its size. A function of the `World` returns the loss of which it is the gradient.
+        unbiased: metrics that are exact in expectation: with ``entropy`` in their name, the mean entropy over tokens,
+            with ``per_token``, the mean KL from the reference over tokens, else the mean KL of responses.
+        non_negative: metrics that are not negative for any response.
+        penalty: with ``gradient``, ``unbiased`` or ``non_negative``, the name of the setting that is β; None: there is
+            no KL penalty.
         under: settings, by dotted path, under which this is so.
     """
 
@@ -147,6 +187,11 @@ class Structure:
     whitened: tuple[str, ...] | None = None
     unscaled: tuple[str, ...] | None = None
     kl: Literal["response", "token"] | None = None
+    discount: tuple[str | float, str | float] | None = None
+    gradient: Literal["policy"] | Callable[[World], Tensor] | None = None
+    unbiased: tuple[str, ...] | None = None
+    non_negative: tuple[str, ...] | None = None
+    penalty: str | None = None
     under: Mapping[str, Any] = field(default_factory=dict)
 
 

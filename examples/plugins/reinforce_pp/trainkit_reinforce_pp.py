@@ -12,6 +12,9 @@ from torch import Tensor
 from trainkit import AccelerateRLTrainer, MethodConfig, Rollouts, TokenBatch, register_trainer
 from trainkit.functional import clipped_surrogate, gae, kl_k1, kl_shaped_rewards, masked_mean, whiten, zero_masked
 from trainkit.metrics import Mean, Metrics
+from trainkit.testing import Declaration, Structure
+
+KIT = Declaration(structure=(Structure(discount=(1.0, 1.0), gradient="policy", penalty="kl_coef"),))
 
 
 class ReinforcePPConfig(MethodConfig):

@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from trainkit.testing import Declaration, Effect, Structure, tiny_gpt2
+from trainkit.testing import Declaration, Effect, Structure, World, tiny_gpt2
 
 MIXED = {"method.divergence": "jensen_shannon"}
 
@@ -43,22 +44,51 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     "beta": Effect(loss_by_its_formula, equals={0.1: 1.0, 0.5: 1.0, 0.8: 1.0}, under=MIXED),
     "reward_coef": Effect("size of advantages", proportional=(0.5, 1.0, 2.0)),
 }
-OF_DIVERGENCE = Structure(surrogate="none", detached=())
-REWARDED = Structure(scores="collection", detached=(), under={"method.reward_coef": 1.0})
+
+
+def divergence_of(world: World) -> Tensor:
+    """Return a divergence over the vocabulary, a mean over tokens, p being π and q the teacher (Agarwal et al. 2023).
+
+    KL(p‖q), KL(q‖p), or β KL(q‖m) + (1 − β) KL(p‖m) with m = β q + (1 − β) p.
+    """
+    p, q, beta = world.policy, world.reference, world.method.beta
+    mixture = (beta * q.exp() + (1 - beta) * p.exp()).log()
+    divergences: dict[str, Tensor] = {
+        "reverse": p.exp() * (p - q),
+        "forward": q.exp() * (q - p),
+        "jensen_shannon": beta * q.exp() * (q - mixture) + (1 - beta) * p.exp() * (p - mixture),
+    }
+    return divergences[world.method.divergence].sum(-1)[world.mask].mean()
+
+
+def divergence_and_rewards(world: World) -> Tensor:
+    """Return the divergence − w A log π, A = R − mean of the others."""
+    others = (world.scores.sum() - world.scores) / (len(world.scores) - 1)
+    advantages = world.method.reward_coef * (world.scores - others)
+    loss: Tensor = divergence_of(world) - (advantages.unsqueeze(1) * world.logprobs)[world.mask].mean()
+    return loss
+
+
+OF_DIVERGENCE = Structure(surrogate="none", detached=(), gradient=divergence_of)
+FORWARD = Structure(gradient=divergence_of, under={"method.divergence": "forward"})
+UNEQUAL = Structure(gradient=divergence_of, under={**MIXED, "method.beta": 0.2})
+REWARDED = Structure(
+    scores="collection", detached=(), gradient=divergence_and_rewards, under={"method.reward_coef": 1.0}
+)
 # the tests have 10 tokens; the weights of the teacher are larger than the policy's
 TEACHER = {"config": {"model": {"reference_path": tiny_gpt2(10, initializer_range=0.5)}}}
 OFFLINE = Declaration(
     arguments=TEACHER,
     contexts={"beta": MIXED},
     effects={name: EFFECTS[name] for name in ("divergence", "beta")},
-    structure=(OF_DIVERGENCE,),
+    structure=(OF_DIVERGENCE, FORWARD, UNEQUAL),
 )
 KIT = {
     "DistillTrainer": replace(
         OFFLINE,
         variants={"rewards": {"method.reward_coef": 10.0}},
         effects=EFFECTS,
-        structure=(OF_DIVERGENCE, REWARDED),
+        structure=(OF_DIVERGENCE, FORWARD, UNEQUAL, REWARDED),
     ),
     "DistillOfflineTrainer": OFFLINE,
 }

@@ -6,8 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from trainkit.testing import Declaration, Effect, Structure
+from trainkit.testing import Declaration, Effect, Structure, World
 
 
 def mean_of_three(trainer: Any) -> float:
@@ -38,8 +40,61 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     "reference_free": Effect("size of ref_chosen", equals={True: 0.0}),
     "k": Effect("responses", equals={2: 2, 4: 4, 8: 8}),
 }
-OF_PAIRS = (Structure(surrogate="none", detached=()),)
-OF_GROUPS = (Structure(scores="group", surrogate="none", detached=()),)
+
+
+def margins_of(world: World) -> Tensor:
+    """Return log π − log π_ref of the chosen less that of the rejected outputs. [B]."""
+    chosen, rejected = (world.logprobs - world.ref_logprobs).sum(1).chunk(2)
+    return chosen - rejected
+
+
+def pairs_of_the_papers(world: World) -> Tensor:
+    """Return the loss of pairs, x = r_c − r_r.
+
+    −(1 − ε) log σ(βx) − ε log σ(−βx) is that of Rafailov et al. 2023, equation 7, with smoothed labels; the robust one
+    of Chowdhury, Kini, Natarajan 2024 has a minus before its second term, and is divided by 1 − 2ε. (x − 1/2β)² is that
+    of Azar et al. 2023, equation 17, and max(0, 1 − βx) that of Liu et al. 2023.
+    """
+    method, x = world.method, margins_of(world)
+    smoothing, likely, unlikely = method.label_smoothing, F.logsigmoid(method.beta * x), F.logsigmoid(-method.beta * x)
+    losses: dict[str, Tensor] = {
+        "sigmoid": -(1 - smoothing) * likely - smoothing * unlikely,
+        "robust": (-(1 - smoothing) * likely + smoothing * unlikely) / (1 - 2 * smoothing),
+        "hinge": (1 - method.beta * x).clamp(min=0),
+        "ipo": (x - 1 / (2 * method.beta)) ** 2,
+    }
+    return losses[method.loss_type].mean()
+
+
+def best_and_worst_of(world: World) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the rows of the best and the worst response of each group, and whether their scores differ. [B / k] ×3."""
+    groups = world.scores.view(-1, world.method.k)
+    first = torch.arange(0, len(world.scores), world.method.k)
+    return first + groups.argmax(1), first + groups.argmin(1), groups.amax(1) > groups.amin(1)
+
+
+def dpo_on_best_and_worst(world: World) -> Tensor:
+    """Return the loss of DPO on the best and the worst response of each group, a mean over groups with both."""
+    best, worst, decided = best_and_worst_of(world)
+    ratios = (world.logprobs - world.ref_logprobs).sum(1)
+    return -F.logsigmoid(world.method.beta * (ratios[best] - ratios[worst]))[decided].mean()
+
+
+def likelihood_of_the_best(world: World) -> Tensor:
+    """Return −log π of the best response of each group, a mean over groups with a worse one."""
+    best, _, decided = best_and_worst_of(world)
+    return -world.logprobs.sum(1)[best][decided].mean()
+
+
+OF_PAIRS = (
+    Structure(surrogate="none", detached=(), gradient=pairs_of_the_papers),
+    Structure(gradient=pairs_of_the_papers, under={**NORMALISED, "method.ipo_length_normalize": False}),
+    Structure(gradient=pairs_of_the_papers, under={"method.label_smoothing": 0.1, "method.beta": 0.3}),
+    Structure(gradient=pairs_of_the_papers, under={**SMOOTHED, "method.label_smoothing": 0.2}),
+    Structure(gradient=pairs_of_the_papers, under={"method.loss_type": "hinge", "method.beta": 0.3}),
+)
+ESTIMATES = Structure(unbiased=("policy/kl", "policy/kl_per_token"), non_negative=("policy/kl_per_token",))
+OF_GROUPS = Structure(scores="group", surrogate="none", detached=())
 OFFLINE = Declaration(
     contexts={"ipo_length_normalize": NORMALISED},
     effects={name: effect for name, effect in EFFECTS.items() if name != "k"},
@@ -48,6 +103,10 @@ OFFLINE = Declaration(
 KIT = {
     "DPOTrainer": OFFLINE,
     # pairs and best responses are chosen within a group
-    "OnlineDPOTrainer": replace(OFFLINE, effects=EFFECTS, structure=OF_GROUPS),
-    "BestOfKTrainer": Declaration(effects={"k": EFFECTS["k"]}, structure=OF_GROUPS),
+    "OnlineDPOTrainer": replace(
+        OFFLINE, effects=EFFECTS, structure=(replace(OF_GROUPS, gradient=dpo_on_best_and_worst), ESTIMATES)
+    ),
+    "BestOfKTrainer": Declaration(
+        effects={"k": EFFECTS["k"]}, structure=(replace(OF_GROUPS, gradient=likelihood_of_the_best),)
+    ),
 }

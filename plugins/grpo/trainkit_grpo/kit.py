@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from trainkit.testing import Declaration, Effect, Structure, nudged
+from trainkit.testing import Declaration, Effect, Structure, World, nudged
 
 ALONE = {"method.kl_coef": 0.0}
 """The surrogate alone: the KL penalty has a gradient at clipped tokens, too."""
@@ -73,10 +74,36 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     "cliprange_high": Effect("unclipped", rises=(0.01, 0.1, 1.0), under={**ALONE, "method.cliprange": 0.01}),
     "dynamic_sampling": Effect("size of advantages", rises=(False, True), under={"rollout.num_rollouts": 64}),
 }
+
+
+def grpo_of_the_paper(world: World) -> Tensor:
+    """Return −A log π + β k3, A = (r − mean) / std of the group (Shao et al. 2024, equation 3), or of all responses.
+
+    It is a mean over tokens (Yu et al. 2025), or over responses of their means over tokens.
+    """
+    groups = world.scores.view(-1, world.method.group_size)
+    spread = groups.std(1, keepdim=True) if world.method.scale == "group" else groups.std()
+    advantages = (groups - groups.mean(1, keepdim=True)) / spread.clamp(min=1e-6)
+    log_ratio = world.ref_logprobs - world.logprobs
+    k3 = log_ratio.exp() - 1 - log_ratio
+    losses = (world.method.kl_coef * k3 - advantages.view(-1, 1) * world.logprobs) * world.mask
+    loss: Tensor = losses.sum() / world.mask.sum()
+    return loss if world.method.average == "tokens" else (losses.sum(1) / world.mask.sum(1)).mean()
+
+
 RANGE = ("cliprange", "cliprange_high")
 STRUCTURE = (
     Structure(scores="group", surrogate="token", cliprange=RANGE, detached=(), under=ALONE),
     Structure(scores="collection", under={"method.scale": "batch"}),
+    Structure(gradient="policy", under={**ALONE, "method.scale": "none"}),
+    Structure(gradient=grpo_of_the_paper, penalty="kl_coef", under={"method.average": "responses"}),
+    Structure(gradient=grpo_of_the_paper, under={"method.scale": "batch"}),
+    Structure(
+        gradient=grpo_of_the_paper,
+        penalty="kl_coef",
+        unbiased=("policy/kl", "policy/kl_per_token", "policy/entropy"),
+        non_negative=("policy/kl_per_token",),
+    ),
     Structure(detached=(), under={"method.kl_coef": 0.04}),
     Structure(surrogate="token", cliprange=RANGE, under={**BY_RESPONSE, "method.cliprange_high": 0.4}),
     Structure(surrogate="cispo", cliprange=RANGE, detached=("logprobs",), under={**ALONE, "method.surrogate": "cispo"}),

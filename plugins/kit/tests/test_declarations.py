@@ -17,7 +17,7 @@ from tables import table
 from trainkit.errors import PluginError
 from trainkit.plugins import available_trainers, get_trainer
 from trainkit.plugins.discovery import BUILT_IN
-from trainkit.testing import Declaration, Effect, Structure, nudged
+from trainkit.testing import Declaration, Effect, Structure, World, nudged
 from trainkit.testing.declarations import declaration_of
 from trainkit.testing.trainers import tiny_trainer
 from trainkit_kit import ConformanceError, check_trainer
@@ -172,23 +172,44 @@ def test_a_structure_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) 
         check_trainer("_test_dr_grpo", only=["own_score_left_out"])
 
 
+def likelihood(world: World) -> torch.Tensor:
+    """Return −log π, a mean over tokens, which no policy gradient is."""
+    return -world.logprobs[world.mask].mean()
+
+
 FALSE = {
     "scores of a collection": (Structure(scores="collection"), "nothing changes in rows of other prompts"),
     "scores of a row": (Structure(scores="row"), r"what is learnt from \d+ other rows changes"),
     "nothing clipped": (Structure(surrogate="none"), r"has no gradient at \d+ of \d+ logprobs at which it had one"),
     "detached": (Structure(detached=("logprobs",)), "a part of the loss is declared to be detached there"),
     "an output": (Structure(detached=("logprob",)), "no output 'logprob' with a gradient; did you mean 'logprobs'"),
+    "a discount": (Structure(discount=("clip_range", 1.0)), "names 'clip_range', which is no setting; did you mean"),
+    "a sum to come": (Structure(discount=(1.0, 1.0)), r"should change by \[0\.\d+, 0, 0, 0, 0, 0\]: γ is 1 and λ 1"),
+    "a loss": (Structure(gradient=likelihood), "the gradient differs from that of likelihood: after the tokens"),
+    "a size": (
+        Structure(gradient="policy", baseline="leave_one_out"), r"its size is 0\.08333 in groups of 2, 0\.1111 in gr"
+    ),
+    "a penalty": (Structure(gradient="policy", penalty="kl_coef"), "names the penalty 'kl_coef', which is no setting"),
+    "a metric": (Structure(unbiased=("policy/ratios",)), "names the metric 'policy/ratios', which is not there; did"),
+    "an estimate": (Structure(unbiased=("policy/ratio",)), r"policy/ratio is 1 over all responses .* exactly 0\.\d+"),
+}  # fmt: skip
+CHECKS = {
+    "scores": "scores_count_where_declared",
+    "surrogate": "nothing_is_clipped",
+    "discount": "discounted_as_declared",
+    "gradient": "gradient_in_expectation",
+    "unbiased": "estimates_as_declared",
 }
+"""The check that measures a part of a structure."""
 
 
-@pytest.mark.daily(false=("an output",))
+@pytest.mark.daily(false=("an output", "a loss"))
 @pytest.mark.parametrize("false", FALSE)
 def test_a_false_structure_is_told(false: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dr. GRPO compares within groups, clips the ratio and detaches nothing."""
     structure, said = FALSE[false]
     monkeypatch.setattr(dr_grpo, "KIT", Declaration(structure=[structure]), raising=False)
-    checks = {"scores": "scores_count_where_declared", "surrogate": "nothing_is_clipped"}
-    only = next((check for part, check in checks.items() if getattr(structure, part)), "gradient_is_that_of_the_loss")
+    only = next((check for part, check in CHECKS.items() if getattr(structure, part)), "gradient_is_that_of_the_loss")
     with pytest.raises(ConformanceError, match=said):
         check_trainer("_test_dr_grpo", only=[only])
 

@@ -55,10 +55,10 @@ CHECKS: dict[str, Check] = {}
 """All checks that are registered, by name, in the order in which they run."""
 
 OF_VARIANTS = {
-    "accumulation", "batch_mates", "credit_follows_scores", "credit_of_scores", "first_update", "keep_chooses",
-    "kl_pulls_back", "labels_decide", "mask_law", "metric_totals", "micro_batches", "padding_amount",
-    "prompts_may_repeat", "reference_counts_in_every_row", "reference_is_frozen", "reported_kl", "sides_of_pairs",
-    "two_processes", "weight_counts",
+    "accumulation", "batch_mates", "context_does_not_count", "credit_follows_scores", "credit_of_scores",
+    "first_update", "keep_chooses", "kl_pulls_back", "labels_decide", "mask_law", "metric_totals", "micro_batches",
+    "padding_amount", "prompts_may_repeat", "reference_counts_in_every_row", "reference_is_frozen", "reported_kl",
+    "sides_of_pairs", "time_has_a_direction", "two_processes", "weight_counts",
 }  # fmt: skip
 """Checks that are also run for the variants that an algorithm declares: those of what is learnt in a step."""
 

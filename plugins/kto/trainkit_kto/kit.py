@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from trainkit.testing import Declaration, Effect, Structure, nudged
+from trainkit.testing import Declaration, Effect, Structure, World, nudged
 
 
 @torch.no_grad()
@@ -53,5 +54,18 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
         Effect(loss_by_its_formula, equals={"mismatched": 1.0, "zero": 1.0}),
     ],
 }
+
+
+def kto_without_a_reference_point(world: World) -> Tensor:
+    """Return λ (1 − σ(±β r)), r = log π − log π_ref (Ethayarajh et al. 2024, equation 7, with z = 0)."""
+    rewards, good = world.method.beta * (world.logprobs - world.ref_logprobs).sum(1), world.scores == 1
+    weights = torch.where(good, world.method.desirable_weight, world.method.undesirable_weight)
+    return (weights * (1 - torch.where(good, rewards, -rewards).sigmoid())).mean()
+
+
 # no baseline: a label counts in its own sample, and the reference point is a number
-KIT = Declaration(effects=EFFECTS, structure=(Structure(scores="row", surrogate="none", detached=()),))
+STRUCTURE = (
+    Structure(scores="row", surrogate="none", detached=()),
+    Structure(gradient=kto_without_a_reference_point, under={"method.reference_point": "zero", "method.beta": 0.5}),
+)
+KIT = Declaration(effects=EFFECTS, structure=STRUCTURE)

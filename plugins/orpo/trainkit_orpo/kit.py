@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from trainkit.testing import Declaration, Effect, Structure, nudged
+from trainkit.testing import Declaration, Effect, Structure, World, nudged
 
 
 def mean_of_three(trainer: Any) -> float:
@@ -58,11 +61,49 @@ OF_ORPO = [
     Effect("gradient", linear=(0.1, 0.5, 1.0)),
     Effect(loss_of_orpo_by_its_formula, equals={0.1: 1.0, 1.0: 1.0}),
 ]
-STRUCTURE = (Structure(surrogate="none", detached=()),)
+
+
+def means_of(world: World) -> tuple[Tensor, Tensor]:
+    """Return the mean log-probabilities of the tokens of chosen and of rejected outputs. [B] ×2."""
+    chosen, rejected = (world.logprobs.sum(1) / world.mask.sum(1)).chunk(2)
+    return chosen, rejected
+
+
+def orpo_of_the_paper(world: World) -> Tensor:
+    """Return −log p_c − λ log σ(log odds_c − log odds_r) (Hong, Lee, Thorne 2024, equations 6 and 7)."""
+    chosen, rejected = means_of(world)
+    odds = [p - torch.log1p(-p.exp()) for p in (chosen, rejected)]
+    loss: Tensor = (-chosen - world.method.beta * F.logsigmoid(odds[0] - odds[1])).mean()
+    return loss
+
+
+def cpo_of_the_papers(world: World) -> Tensor:
+    """Return f(log π_c − log π_r) − log p_c, the last a mean over tokens (Xu et al. 2024, equation 5).
+
+    f(x) = −log σ(βx), or max(0, 1 − βx). SimPO has −log σ(βx − γ) of means over tokens, and no likelihood (Meng, Xia,
+    Chen 2024, equation 6), the form of IPO (x − 1/2β)² of means.
+    """
+    method, (chosen, rejected) = world.method, means_of(world)
+    sums = world.logprobs.sum(1).chunk(2)
+    whole, mean = sums[0] - sums[1], chosen - rejected
+    losses: dict[str, Tensor] = {
+        "sigmoid": -F.logsigmoid(method.beta * whole) - chosen,
+        "hinge": (1 - method.beta * whole).clamp(min=0) - chosen,
+        "ipo": (mean - 1 / (2 * method.beta)) ** 2 - chosen,
+        "simpo": -F.logsigmoid(method.beta * mean - method.simpo_gamma),
+    }
+    return losses[method.loss_type].mean()
+
+
+STRUCTURE = Structure(surrogate="none", detached=())
+OF_CPO = (
+    replace(STRUCTURE, gradient=cpo_of_the_papers),
+    *(Structure(gradient=cpo_of_the_papers, under={"method.loss_type": kind}) for kind in ("hinge", "ipo", "simpo")),
+)
 KIT = {
-    "ORPOTrainer": Declaration(effects={"beta": OF_ORPO}, structure=STRUCTURE),
+    "ORPOTrainer": Declaration(effects={"beta": OF_ORPO}, structure=(replace(STRUCTURE, gradient=orpo_of_the_paper),)),
     # the log-probabilities of SimPO are means, and its loss has no likelihood
     "CPOTrainer": Declaration(
-        contexts={"simpo_gamma": SIMPO}, variants={"simpo": SIMPO}, effects=EFFECTS, structure=STRUCTURE
+        contexts={"simpo_gamma": SIMPO}, variants={"simpo": SIMPO}, effects=EFFECTS, structure=OF_CPO
     ),
 }

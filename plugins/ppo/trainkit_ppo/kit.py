@@ -169,6 +169,9 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
 }
 STRUCTURE = (
     Structure(scores="collection", surrogate="token", detached=(), whitened=("advantages",), unscaled=("returns",)),
+    Structure(discount=("gamma", "lam"), under={"method.bootstrap_truncated": True}),
+    Structure(gradient="policy", penalty="init_kl_coef", under={"method.lam": 1.0}),
+    Structure(unbiased=("policy/kl", "policy/kl_per_token", "policy/entropy"), non_negative=("policy/kl_per_token",)),
 )
 KIT = Declaration(
     contexts={"horizon": {"method.target": 0.01, "method.horizon": 50}},

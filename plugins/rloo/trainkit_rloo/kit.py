@@ -56,6 +56,10 @@ STRUCTURE = (
     Structure(scores="group", baseline="leave_one_out", surrogate="sequence", detached=(), kl="response"),
     Structure(baseline="leave_one_out", surrogate="token", kl="response", under=TOKENS),
     Structure(kl="token", under={**TOKENS, "method.kl_level": "token"}),
+    Structure(gradient="policy", penalty="kl_coef"),
+    Structure(gradient="policy", penalty="kl_coef", under=TOKENS),
+    Structure(unbiased=("policy/kl", "policy/kl_per_token", "policy/entropy"), non_negative=("policy/kl_per_token",)),
+    Structure(gradient="policy", penalty="kl_coef", under={**TOKENS, "method.kl_level": "token"}),
 )
 KIT = Declaration(
     contexts={"kl_level": TOKENS},

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from trainkit.testing import Declaration, Effect, Structure
+from trainkit.testing import Declaration, Effect, Structure, World
 
 DRAWS = 9
 """Losses of a batch that are compared."""
@@ -52,5 +53,12 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
         Effect(largest_noise, equals={10.0: 10.0}),
     ],
 }
-STRUCTURE = (Structure(surrogate="none", detached=()),)
+
+
+def cross_entropy(world: World) -> Tensor:
+    """Return −log π, a mean over output tokens."""
+    return -world.logprobs[world.mask].mean()
+
+
+STRUCTURE = (Structure(surrogate="none", detached=(), gradient=cross_entropy),)
 KIT = Declaration(effects=EFFECTS, structure=STRUCTURE)

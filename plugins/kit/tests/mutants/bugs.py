@@ -6,10 +6,12 @@ ddpo-pytorch. What is "of the field" has been in the issues of many.
 
 from __future__ import annotations
 
+from mutants.laws import OF_LAWS
 from mutants.planting import Bug
 from mutants.strange import STRANGE
 
 BUGS = (
+    *OF_LAWS,
     # ------------------------------------------------------------------------------------- masks, padding, EOS
     Bug(
         "eos_unlearnt_online",

@@ -23,6 +23,8 @@ SOURCES = [
     *ROOT.glob("examples/plugins/*/trainkit_*.py"),
     *ROOT.glob("plugins/kit/tests/sound/*.py"),
 ]
+TUTORIAL = ROOT / "docs/write-an-algorithm.md"
+"""The page whose algorithm is a base too: the one with settings."""
 SETTINGS = re.compile(r"^from trainkit_\w+\.config import .*\n", re.MULTILINE)
 """The line that imports the settings from their module. A mutant is one module, so it has their source instead."""
 FUTURE = "from __future__ import annotations\n"
@@ -78,6 +80,9 @@ def _source_of(base: str) -> str:
             settings = _settings_beside(path)
             kit = f"\nfrom {path.parent.name}.kit import KIT\n" if path.with_name("kit.py").exists() else ""
             return SETTINGS.sub(lambda _, found=settings: found, text) + kit
+    for text in re.findall(r"^```python\n(.*?)^```$", TUTORIAL.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+        if registers in text and FUTURE in text:
+            return str(text)
     raise PlantingError(f"no plugin here registers {base!r}")
 
 

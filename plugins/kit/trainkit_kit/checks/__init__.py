@@ -1,11 +1,14 @@
 """The checks of the kit by subject. Importing this package registers them in the order in which they run."""
 
 from trainkit_kit.checks import (
+    context,
     corrections,
     credit,
+    direction,
     effects,
     engines,
     episodes,
+    estimators,
     exactness,
     losses,
     observing,
@@ -17,14 +20,18 @@ from trainkit_kit.checks import (
     shardings,
     structure,
     usability,
+    world,
 )
 
 __all__ = [
+    "context",
     "corrections",
     "credit",
+    "direction",
     "effects",
     "engines",
     "episodes",
+    "estimators",
     "exactness",
     "losses",
     "observing",
@@ -36,4 +43,5 @@ __all__ = [
     "shardings",
     "structure",
     "usability",
+    "world",
 ]

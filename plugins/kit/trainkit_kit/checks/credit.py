@@ -220,7 +220,10 @@ def given_responses(bench: Bench) -> None:
     than is trained on.
     """
     made, reward = _Made(), _fractions({})
-    usual, trainer = bench.collected(arguments={"reward_fn": reward}), bench.trainer(callbacks=[made])
+    usual, trainer = (
+        bench.collected(arguments={"reward_fn": reward}),
+        bench.trainer(callbacks=[made], arguments={"reward_fn": reward}),
+    )
     rollouts = Rollouts.cat(usual.collector.collection.rollouts)
     trainer.models.build()  # made before its weights are copied
     before = weights(trainer)

@@ -226,7 +226,7 @@ def _by_sampling(bench: Bench, under: Mapping[str, Any]) -> Change:
     require(once, "all responses of the tiny run occur more than once")
     at = min(once, key=lambda index: scores[index])
     other = bench.collected(**under, arguments={"reward_fn": raised(texts[at])})
-    return _learnt(trainer), _learnt(other), {ids_of(rollouts.sequences)[at]}
+    return learnt(trainer), learnt(other), {ids_of(rollouts.sequences)[at]}
 
 
 def _by_dataset(bench: Bench, under: Mapping[str, Any]) -> Change:
@@ -244,10 +244,10 @@ def _by_dataset(bench: Bench, under: Mapping[str, Any]) -> Change:
         values = [row[name] for row in rows]
         values[at] = not values[at] if name == "label" else values[at] + 1.0
         arguments = {"rewards": values}
-    return _learnt(trainer), _learnt(bench.collected(**under, arguments=arguments)), own
+    return learnt(trainer), learnt(bench.collected(**under, arguments=arguments)), own
 
 
-def _learnt(trainer: Any) -> Learnt:
+def learnt(trainer: Any) -> Learnt:
     """Return the derivatives of the loss by all outputs of the policy for each row, in units of the loss."""
     batch = trainer.store.experience
     found = evaluated(trainer, for_loss(trainer, batch))

@@ -1,0 +1,257 @@
+"""Checks of time: a reward reaches the tokens before it, and none after it, by as much as the discount says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainkit.errors import suggest
+from trainkit.testing.declarations import Structure
+from trainkit_kit.checking import check
+from trainkit_kit.checks.context import Given, responses
+from trainkit_kit.checks.losses import evaluated
+from trainkit_kit.checks.structure import structures
+from trainkit_kit.checks.tools import for_loss
+from trainkit_kit.failures import require
+from trainkit_kit.stand_in import Number, Response, can_stand_in, collect_given, standing_in, varied
+from trainkit_kit.subjects import Bench, Subject
+
+AT = 5
+"""The row of `responses` whose rewards are changed; it has six tokens and has ended."""
+CUT = 1
+"""One that has six tokens, too, and was truncated."""
+FIRST = 2
+"""The first token that is chosen in a state which no other response has."""
+RAISE = 3.0
+"""By how much a reward or a value rises."""
+CLOSE = 1e-3
+"""Largest difference of credits, in units of the largest one; experience is computed in float32."""
+GAMMA, LAM = 0.9, 0.7
+"""γ and λ with which a declared discount is checked: unequal, so that they cannot be exchanged."""
+
+Credits = dict[tuple[int, ...], Tensor]
+"""The credit of the tokens of each response, by its ids."""
+
+
+def rewarded_text(subject: Subject) -> bool:
+    """Return whether the subject learns from rewards of text that it samples."""
+    return subject.samples_text and subject.rewarded
+
+
+@check(where=rewarded_text)
+def time_has_a_direction(bench: Bench) -> None:
+    """Check that a reward raises the credit of the tokens up to it, and changes none after it.
+
+    What changes in all responses alike, as by whitening, is left out; where scores change other responses in another
+    way, as a running scale of rewards does, only their sign is checked. An algorithm that credits a whole response with
+    the sum of its rewards may do that for rewards at any token, and then its first token gets as much as its last. One
+    that samples more responses to make experience passes. Sums in the direction of the text instead of the other, and
+    rewards that are placed at a wrong token, teach which token follows a reward.
+
+    Causes: ``cumsum`` without the two ``flip``; rewards that are used as advantages; a reward at the next token.
+    """
+    if not can_stand_in(bench):
+        return
+    effects = _Effects(bench)
+    found = torch.stack([effects.of_reward(token) for token in range(effects.length)])  # [reward, token]
+    largest = float(found.abs().max())
+    if not effects.comparable:
+        require(
+            bool((found.diag() > 0).all()),
+            f"rewards of a response's tokens raise their credit by {_told(found.diag())}",
+        )
+        return
+    if largest == 0 or _same_for_all(found, largest):
+        lowest = found[-1].min()
+        require(
+            float(lowest) >= -CLOSE * largest and (largest == 0 or float(found[-1, 0]) > CLOSE * largest),
+            f"if the score of a response rises by {RAISE:g}, the credits of its tokens change by {_told(found[-1])}; "
+            "all should rise",
+        )
+        return
+    for token, row in enumerate(found):
+        seen = f"if the reward of token {token} of a response rises by {RAISE:g}, the credits of its tokens change by"
+        require(float(row[token]) > CLOSE * largest, f"{seen} {_told(row)}; that of token {token} itself should rise")
+        require(
+            bool((row[token + 1 :].abs() <= CLOSE * largest).all()),
+            f"{seen} {_told(row)}; those of later tokens should not change: a sum in the wrong direction of time, or a "
+            "reward at another token",
+        )
+        require(bool((row >= -CLOSE * largest).all()), f"{seen} {_told(row)}; none of them should fall")
+    at_once = effects.has_values and float(found.tril(-1).abs().max()) <= CLOSE * largest  # A = δ: GAE with λ = 0
+    require(
+        at_once or float(found[-1, 0]) > CLOSE * largest,
+        f"if the reward of the last token rises by {RAISE:g}, the credits of the tokens change by {_told(found[-1])}; "
+        "without a critic, that of the first token should rise",
+    )
+
+
+def _same_for_all(found: Tensor, largest: float) -> bool:
+    """Return whether it makes no difference which token is rewarded."""
+    return bool(((found - found[-1]).abs() <= CLOSE * largest).all())
+
+
+def declares_discount(subject: Subject) -> bool:
+    """Return whether the subject declares a discount of rewards of tokens."""
+    return rewarded_text(subject) and bool(structures(subject, "discount"))
+
+
+@check(where=declares_discount)
+def discounted_as_declared(bench: Bench) -> None:
+    """Check that a reward one token later gives γλ times the credit, and a higher value the credit that GAE says.
+
+    If V of a state rises by 1, the credit of the token before it rises by γ − γλ, and that of the token that is chosen
+    in it falls by 1. γ and λ that are exchanged, a value of the state before or behind, and a discount that is missing
+    or applied twice all train, with another bias.
+
+    Causes: V of the same state instead of the next one in δ; γλ instead of γ before V; arguments in another order; a
+    sum over columns that includes tokens of an environment.
+    """
+    for structure in structures(bench.subject, "discount"):
+        settings, gamma, lam = _discount(bench, structure)
+        for row in (AT, CUT):
+            _require_discount(_Effects(bench, settings, row), gamma, lam)
+
+
+def _require_discount(effects: _Effects, gamma: float, lam: float) -> None:
+    """Fail unless rewards and values of a response change the credits of its tokens as GAE says."""
+    length, unit = effects.length, float(effects.of_reward(0)[0])
+    require(unit > 0, "if the reward of the first token rises, its credit does not")
+    trace = torch.tensor([(gamma * lam) ** at for at in range(length)], dtype=torch.float64)
+    for token in range(length):
+        due = torch.zeros(length, dtype=torch.float64)
+        due[: token + 1] = trace[: token + 1].flip(0)
+        _require(effects.of_reward(token), unit * due, f"the reward of token {token} of a response", (gamma, lam))
+        if effects.has_values and token >= FIRST:
+            due[:token] = gamma * (1 - lam) * trace[:token].flip(0)
+            due[token] = -1
+            what = f"the value of the state in which token {token} of a response is chosen"
+            _require(effects.of_value(token), unit * due, what, (gamma, lam))
+    if effects.has_values:
+        found, what = effects.of_value(length), "the value of the state after the last token of a response"
+        bootstrapped = not effects.ended and bool(found.any())
+        _require(found, unit * gamma * trace.flip(0) * bootstrapped, what, (gamma, lam), least=CLOSE * unit)
+
+
+def _discount(bench: Bench, structure: Structure) -> tuple[dict[str, Any], float, float]:
+    """Return the settings with which a declared discount is measured, and its γ and λ."""
+    assert structure.discount is not None, "structures() has selected it"
+    settings, found = dict(structure.under), list[float]()
+    for given, value in zip(structure.discount, (GAMMA, LAM), strict=True):
+        if isinstance(given, str):
+            known = bench.subject.method_fields
+            require(
+                given in known, f"the declared discount names {given!r}, which is no setting{suggest(given, known)}"
+            )
+            settings[f"method.{given}"] = value
+        found.append(value if isinstance(given, str) else float(given))
+    return settings, found[0], found[1]
+
+
+def _require(found: Tensor, due: Tensor, what: str, discount: tuple[float, float], least: float = 0.0) -> None:
+    require(
+        bool(((found - due).abs() <= max(CLOSE * float(due.abs().max()), least)).all()),
+        f"if {what} rises by {RAISE:g}, the credits of its tokens change by {_told(found)}, and should change by "
+        f"{_told(due)}: γ is {discount[0]:g} and λ {discount[1]:g}",
+    )
+
+
+def _per_token(response: Response) -> Response:
+    """Return the response with its score as the reward of its last token."""
+    assert not isinstance(response.score, tuple), "`responses` gives scores of responses"
+    return replace(response, score=(0.0,) * (len(response.ids) - 1) + (response.score,))
+
+
+def _told(values: Tensor) -> str:
+    return "[" + ", ".join(f"{value:.4g}" for value in values.tolist()) + "]"
+
+
+# -------------------------------------------------------------------------------------------------- what is measured
+
+
+class _Effects:
+    """By how much the credits of a response's tokens change with a reward or a value, without what changes in all rows.
+
+    Whitening and the scale of a collection change the credits of all responses by one factor and one summand. Both are
+    found from the responses to other prompts, and undone.
+    """
+
+    def __init__(self, bench: Bench, settings: dict[str, Any] | None = None, row: int = AT) -> None:
+        self.bench, self.settings, self.row, self.asked = bench, settings or {}, row, set[str]()
+        trainer = self._trainer()
+        size = trainer.samples_per_prompt
+        self.group = range(row // size * size, row // size * size + size)
+        self.given = [_per_token(each) for each in responses(trainer, groups=max(4, 24 // size))]
+        self.given[row] = replace(self.given[row], score=(0.0,) * (len(self.given[self.row].ids) - 1) + (-2.0,))
+        self.length = len(self.given[row].ids)
+        self.comparable = True
+        """Whether the credits of other responses have changed by one factor and one summand, each time so far."""
+        self.usual = self._credits(self.given, varied)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the response has ended, and was not truncated."""
+        return self.given[self.row].ended
+
+    @property
+    def has_values(self) -> bool:
+        """Whether the policy gives the value of a state."""
+        return "values" in self.asked
+
+    def of_reward(self, token: int) -> Tensor:
+        """Return the effect of a higher reward of one token. -> [tokens], float64."""
+        dense = self.given[self.row].score
+        assert isinstance(dense, tuple), "it is made so"
+        raised = tuple(reward + RAISE * (at == token) for at, reward in enumerate(dense))
+        given = [*self.given[: self.row], replace(self.given[self.row], score=raised), *self.given[self.row + 1 :]]
+        return self._effect(self._credits(given, varied))
+
+    def of_value(self, token: int) -> Tensor:
+        """Return the effect of a higher value of the state in which one token is chosen. -> [tokens], float64."""
+        state = self.given[self.row].ids[:token]
+
+        def number(name: str, trained: bool, before: tuple[int, ...], chosen: int | None) -> float:
+            return varied(name, trained, before, chosen) + RAISE * (name == "values" and before == state)
+
+        return self._effect(self._credits(self.given, number))
+
+    def _trainer(self) -> Any:
+        return self.bench.in_one_turn().trainer(**self.settings)
+
+    def _credits(self, given: Given, number: Number) -> Credits:
+        def noted(name: str, trained: bool, before: tuple[int, ...], token: int | None) -> float:
+            self.asked |= {name} if trained else set()
+            return number(name, trained, before, token)
+
+        trainer = self._trainer()
+        with standing_in(trainer, noted):
+            batch = collect_given(trainer, given)
+            found = evaluated(trainer, for_loss(trainer, batch))
+            credits_: Credits = {}
+            for (sequences, _), slopes in zip(found.calls, found.slopes(), strict=True):
+                for ids, slope, mask in zip(
+                    sequences.responses, slopes["logprobs"], sequences.response_mask, strict=True
+                ):
+                    own = -slope[mask] * float(batch.weight)
+                    key = tuple(ids.tolist())
+                    credits_[key] = credits_[key] + own if key in credits_ else own
+        return credits_
+
+    def _effect(self, after: Credits) -> Tensor:
+        own = self.given[self.row].ids
+        others = [each.ids for at, each in enumerate(self.given) if at not in self.group]
+        one, other = (
+            torch.cat([found.get(ids, torch.zeros(len(ids), dtype=torch.float64)) for ids in others])
+            for found in (self.usual, after)
+        )
+        table = torch.stack([one, torch.ones_like(one)], dim=1)
+        factor, summand = torch.linalg.lstsq(table, other.unsqueeze(1)).solution.flatten().tolist()
+        off = float((factor * one + summand - other).abs().max())
+        self.comparable &= off <= CLOSE * float(other.abs().max()) / 10
+        zeros = torch.zeros(self.length, dtype=torch.float64)
+        before, now = self.usual.get(own, zeros), after.get(own, zeros)
+        effect: Tensor = (now - factor * before - summand) / (factor or 1.0)
+        return effect
