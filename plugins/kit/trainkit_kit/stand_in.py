@@ -15,7 +15,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from trainkit.data import Batch, Rollouts, Sequences
 from trainkit.models import Policy, Scorer, TokenOutputs
 from trainkit.rollouts import assemble
-from trainkit_kit.subjects import Bench
+from trainkit.trainer.accelerate import AccelerateRLTrainer
+from trainkit_kit.subjects import Bench, Subject
 
 Number = Callable[[str, bool, tuple[int, ...], int | None], float]
 """Computes an output of a model: its name, whether the model is the trained one, the ids of the response before the
@@ -175,6 +176,11 @@ def _turns(trainer: Any, response: Response) -> list[dict[str, Any]]:
         reward = sum(_numbers(response)[start:end])
         said, start = [*said, {"output": output, "observation": observation, "reward": reward}], end
     return said
+
+
+def learns_from_given(subject: Subject) -> bool:
+    """Return whether the subject learns from samples, or from rollouts that it need not have sampled itself."""
+    return not subject.online or subject.trainer_class.experience is not AccelerateRLTrainer.experience
 
 
 def can_stand_in(bench: Bench) -> bool:

@@ -17,7 +17,7 @@ from trainkit_kit.checks.losses import Learnt, learnt
 from trainkit_kit.checks.structure import structures
 from trainkit_kit.checks.tools import widened
 from trainkit_kit.failures import require
-from trainkit_kit.stand_in import Response, can_stand_in, collect_given, letters, moved, standing_in
+from trainkit_kit.stand_in import Response, can_stand_in, collect_given, learns_from_given, letters, moved, standing_in
 from trainkit_kit.subjects import Bench, Subject
 
 CLOSE = 1e-5
@@ -29,7 +29,7 @@ Given = list[Response]
 
 def reads_text(subject: Subject) -> bool:
     """Return whether the subject trains a language model on samples or scored responses of the usual form."""
-    return subject.language and "samples" not in subject.declaration.arguments
+    return subject.language and "samples" not in subject.declaration.arguments and learns_from_given(subject)
 
 
 @check(where=reads_text)

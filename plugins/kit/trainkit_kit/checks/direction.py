@@ -16,7 +16,7 @@ from trainkit_kit.checks.losses import evaluated
 from trainkit_kit.checks.structure import structures
 from trainkit_kit.checks.tools import for_loss
 from trainkit_kit.failures import require
-from trainkit_kit.stand_in import Number, Response, can_stand_in, collect_given, standing_in, varied
+from trainkit_kit.stand_in import Number, Response, can_stand_in, collect_given, learns_from_given, standing_in, varied
 from trainkit_kit.subjects import Bench, Subject
 
 AT = 5
@@ -38,7 +38,7 @@ Credits = dict[tuple[int, ...], Tensor]
 
 def rewarded_text(subject: Subject) -> bool:
     """Return whether the subject learns from rewards of text that it samples."""
-    return subject.samples_text and subject.rewarded
+    return subject.samples_text and subject.rewarded and learns_from_given(subject)
 
 
 @check(where=rewarded_text)

@@ -15,7 +15,7 @@ from trainkit_kit.checks.structure import structures
 from trainkit_kit.checks.tools import floats, for_loss
 from trainkit_kit.checks.world import Enumerated, gradient_by, settings_of
 from trainkit_kit.failures import require
-from trainkit_kit.stand_in import collect_given
+from trainkit_kit.stand_in import collect_given, learns_from_given
 from trainkit_kit.subjects import Bench, Subject
 from trainkit_kit.tables import State, tabular
 
@@ -35,7 +35,7 @@ def _of(subject: Subject) -> list[tuple[str, float]]:
 
 def has_bonus(subject: Subject) -> bool:
     """Return whether the subject samples text, and declares a setting that raises the entropy."""
-    return subject.causal and subject.samples_text and bool(_of(subject))
+    return subject.causal and subject.samples_text and learns_from_given(subject) and bool(_of(subject))
 
 
 @check(where=has_bonus)
@@ -99,6 +99,7 @@ def declares_estimates(subject: Subject) -> bool:
     return (
         subject.causal
         and subject.samples_text
+        and learns_from_given(subject)
         and any(structures(subject, part) for part in ("unbiased", "non_negative"))
     )
 

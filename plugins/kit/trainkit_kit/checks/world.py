@@ -19,7 +19,7 @@ from trainkit_kit.checks.fields import Settings
 from trainkit_kit.checks.structure import sized, structures
 from trainkit_kit.checks.tools import for_loss, hashed
 from trainkit_kit.failures import require
-from trainkit_kit.stand_in import Response, collect_given, letters
+from trainkit_kit.stand_in import Response, collect_given, learns_from_given, letters
 from trainkit_kit.subjects import Bench, Subject
 from trainkit_kit.tables import State, Table, chances, tabular
 
@@ -31,7 +31,7 @@ BETA = 0.5
 
 def declares_gradient(subject: Subject) -> bool:
     """Return whether the subject declares what its gradient is."""
-    return subject.causal and bool(structures(subject, "gradient"))
+    return subject.causal and bool(structures(subject, "gradient")) and learns_from_given(subject)
 
 
 @check(where=declares_gradient)
