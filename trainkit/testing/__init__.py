@@ -131,6 +131,7 @@ def nudged(trainer: Any, size: float = 0.02) -> Any:
         trainer: the trainer, changed in place.
         size: the standard deviation of the noise.
     """
+    trainer.models.build()
     draws, model = torch.Generator().manual_seed(0), trainer.unwrapped
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     head = getattr(model, "head", None)

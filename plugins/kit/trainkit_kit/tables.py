@@ -78,7 +78,7 @@ def tabular(trainer: Any, policy: Table, reference: Table) -> Iterator[None]:
         assert isinstance(model, Policy), "a table takes the place of a policy of trainkit"
         model.head_alone = False  # `_states` returns logits
         model._states = table.states  # type: ignore[method-assign]
-        model._states_and_critics = lambda sequences, of=table: (of.states(sequences), of.states(sequences)[1])  # type: ignore[method-assign,misc]
+        model._states_and_critics = lambda sequences, _, of=table: (of.states(sequences), of.states(sequences)[1])  # type: ignore[method-assign,misc]
     try:
         yield
     finally:
