@@ -77,6 +77,7 @@ def test_names_make_reward_functions_as_in_ddpo_pytorch(tmp_path: Path) -> None:
     rows = [{"questions": ["How many?"], "answers": ["two"]}, {"questions": ["How many?"], "answers": ["one"]}]
     answered = rewards.llava_strict_satisfaction(lambda images, questions: [["two"], ["two"]])
     assert answered(IMAGES, ["", ""], rows)[0].tolist() == [1.0, 0.0]
+    assert answered(IMAGES, [row["questions"] for row in rows], [["two"], ["one"]]) == [1.0, 0.0]
     trainer = tiny_trainer("ddpo", tmp_path, arguments={"reward_fn": made})
     assert trainer.step([{**trainer.pipeline.take(0, 1)[0]}] * 2)["reward/mean"] < 0
 

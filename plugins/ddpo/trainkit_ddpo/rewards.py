@@ -10,7 +10,7 @@ returns a pair: ``rewards, info = jpeg_compressibility()(images, prompts, metada
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -34,10 +34,9 @@ def _as_in_ddpo_pytorch(reward: Reward) -> Callable[..., Any]:
 
     @wraps(reward)
     def called(*given: Any, **columns: Any) -> Any:
-        if len(given) < 3:
+        if len(given) != 3 or not all(isinstance(each, Mapping) for each in given[2]):
             return reward(*given, **columns)
-        images, prompts, metadata = given
-        rows = [dict(each) for each in metadata]
+        images, prompts, rows = given
         named = {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
         return np.array(reward(images, prompts=list(prompts), **named)), {}
 
