@@ -67,8 +67,9 @@ def require_same_learnt(one: Learnt, other: Learnt, what: str) -> None:
         at = int((values - found).abs().argmax())
         require(
             float((values - found).abs()[at]) <= CLOSE * largest,
-            f"with {what}, something else is learnt from response {list(ids[1])}: a derivative of the loss by an "
-            f"output of the model, in units of the loss, is {float(found[at]):.6g} instead of {float(values[at]):.6g}; "
+            f"with {what}, something else is learnt from token {at % len(ids[1])} of response {list(ids[1])}: the "
+            "derivative of the loss by an output of the model there, in units of the loss, is "
+            f"{float(found[at]):.6g} instead of {float(values[at]):.6g}; "
             "lengths, positions or statistics count tokens that are not the policy's",
         )
 

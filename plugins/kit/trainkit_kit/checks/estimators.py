@@ -26,7 +26,7 @@ CLOSE = 1e-4
 def _of(subject: Subject) -> list[tuple[str, float]]:
     """Return the settings that raise the entropy, by what is declared, each with its largest declared value."""
     return [
-        (name, max(effect.values))
+        (name, max(value for value in effect.values if value is not None))
         for name, given in subject.declaration.effects.items()
         for effect in ([given] if isinstance(given, Effect) else given)
         if effect.quantity == "entropy" and effect.rises
