@@ -62,6 +62,8 @@ def lacking(cls: type, name: str, said: str = "") -> AttributeError:
 
 def _nearest(cls: type, name: str) -> str:
     """Return what there is in the place of an attribute that no table has."""
+    if name.startswith("_"):
+        return "private names of TRL are not there; read the public ones, or override a method"
     theirs = {path.rpartition(".")[2] for path in framework("trl").names if f".{cls.__name__}." in path}
     has = sorted(each for each in dir(cls) if not each.startswith("_"))
     return suggest(name, has).removeprefix("; ") or f"it has {', '.join(each for each in has if each in theirs)}"
