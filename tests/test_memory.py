@@ -329,7 +329,7 @@ trainer = tiny_trainer(
     "sft", where / "run", model=model, train__microbatch_size="auto" if limited else int(sys.argv[3]),
     train__total_steps=2, train__seq_length=256, arguments={"samples": [("a", "bcdefgh" * 36)] * 16},
 )
-trainer.policy
+trainer.models.build()
 if limited:
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + int(limited) * 2**20,) * 2)

@@ -50,6 +50,7 @@ for name, changes in json.loads(sys.argv[2]).items():
         batch.decided[:cut] = False
     if name == "means over a step":
         batch.ref_chosen.mul_(1.5), batch.ref_rejected.mul_(1.5)
+    alone.models.build()
     alone.optimizer.optimizer.register_step_pre_hook(
         lambda *_: save_file(
             {n: p.grad.clone() for n, p in alone.unwrapped.named_parameters()}, out / name / f"gradient-{world}-{rank}"
@@ -171,7 +172,7 @@ class Signals:
             os.kill(os.getpid(), {"killed": signal.SIGKILL, "terminated": signal.SIGTERM}[what])
 
 if rank == 1 and what == "reward": trainer.reward_fn = judge
-if what == "slow": trainer.policy  # nothing else is exchanged at the beginning then
+if what == "slow": trainer.models.build()  # nothing else is exchanged at the beginning then
 if rank == 1 and what == "slow":
     honest_lock = run._lock
     run._lock = lambda *given: (honest_lock(*given), time.sleep(3))

@@ -211,6 +211,7 @@ def cached(url: str) -> float:
 def test_an_adapter_alone_is_loaded_and_is_exact(home: Any, url: str, tmp_path: Path) -> None:
     adapter = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "o_proj", "up_proj"]}
     made = trainer(tmp_path, {"name": "vllm", "urls": [url]}, model__peft_config=adapter)
+    made.models.build()
     inner, state = made.unwrapped.model, home.model.state_dict()
     inner.load_state_dict({_wrapped(inner, name): tensor for name, tensor in state.items()}, strict=False)
     made.learn()
@@ -245,6 +246,7 @@ from pathlib import Path
 from test_vllm_servers import MODEL, QUERIES, ask, policy_logprobs, trainer
 if __name__ == "__main__":
     made = trainer(Path({str(tmp_path / "run")!r}), {{"name": "vllm", "mode": "process", "kv_cache": 0.25}})
+    made.models.build()
     made.unwrapped.model.load_state_dict(torch.load({str(tmp_path / "weights.pt")!r}))
     before = torch.get_rng_state()
     made.sampling.engine.load(made.sampling.weights)

@@ -599,7 +599,7 @@ def kl_penalty_counts_where_declared(bench: Bench) -> None:
         require(at is not None, "no response of the tiny run has three tokens")
         assert at is not None, "just required"
         shifted = bench.trainer(**settings, arguments={"reward_fn": fractions})
-        shifted.policy  # noqa: B018  (the reference is made with it)
+        shifted.models.build()  # the reference is made with it
         with _shifted(shifted, {ids[at]: 1.0}, slice(1, 2)):
             shifted.collect()
         before, after, beta = _advantages(trainer), _advantages(shifted), trainer.method.kl_coef
