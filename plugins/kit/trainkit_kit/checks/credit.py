@@ -195,7 +195,8 @@ def _own_change(before: dict[Ids, Tensor], after: dict[Ids, Tensor], ids: Ids) -
     fit = torch.linalg.lstsq(design, other.unsqueeze(1)).solution[:, 0]
     if float((design @ fit - other).abs().max()) > 1e-3 * float(one.abs().max()):
         return None
-    return after[ids].double() - fit[0] * before[ids].double() - fit[1]
+    change: Tensor = after[ids].double() - fit[0] * before[ids].double() - fit[1]
+    return change
 
 
 class _Made:
