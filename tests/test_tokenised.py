@@ -90,6 +90,7 @@ def test_only_a_model_that_scores_whole_sides_reads_one_of_a_single_token(tmp_pa
     trainer.add_samples([row])
     pairs = trainer.make_experience(list(trainer.pipeline.rows))
     assert (pairs.chosen.input_ids.tolist(), pairs.rejected.input_ids.tolist()) == ([[1]], [[1, 5]])
+    trainer.models.build()
     assert trainer.loss(pairs)[0].isfinite()
 
 
