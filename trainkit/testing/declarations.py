@@ -71,7 +71,8 @@ class Effect:
         same: values of the setting that do not change the quantity.
         equals: the quantity's value, such as one that was computed by hand, for values of the setting.
         linear: at least three values of a setting that is the weight of a term: the quantity is a constant and the
-            setting times another, so that twice the setting is twice its term, and at 0 there is none.
+            setting times another, so that twice the setting is twice its term. What there is at 0 is not asked;
+            `proportional` says that there is nothing.
         proportional: values of a setting that multiplies the quantity: twice the setting is twice the quantity.
         under: other settings, by dotted path; those of `Declaration.contexts` are used, too.
     """

@@ -13,7 +13,8 @@ NAMES = sorted(path.stem for path in (Path(__file__).parent / "sound").glob("[a-
 
 
 def test_there_are_some() -> None:
-    known = {"apo_zero", "awr", "curriculum", "dapo", "expectile", "remax", "spin", "vapo"}
+    known = {"apo_zero", "awr", "curriculum", "dapo", "dr_grpo", "ema_baseline", "expectile", "length_penalty", "remax",
+             "spin", "td_lambda", "tree", "vapo", "vine"}  # fmt: skip
     assert {*NAMES} >= known
 
 

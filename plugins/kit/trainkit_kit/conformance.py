@@ -161,8 +161,8 @@ def check_plugin(
         for subject, _ in chosen:
             subject.stop()
     if only is None:
-        trainers = (each for each in dict.fromkeys(subject for subject, _ in chosen) if each.kind == "trainer")
-        report.unproven = "\n".join(told for each in trainers if not each.variant and (told := unproven_settings(each)))
+        trainers = dict.fromkeys(each for each, _ in chosen if each.kind == "trainer" and not each.variant)
+        report.unproven = "\n".join(told for each in trainers if (told := unproven_settings(each)))
     if report.failed:
         raise ConformanceError(str(report))
     return report

@@ -31,6 +31,13 @@ def moved_rollouts(trainer: Any) -> tuple[Any, Any]:
     return rollouts, trainer.experience(rollouts, scores)
 
 
+def first_of_three(trainer: Any) -> float:
+    """Return the first of the scores 2, 4 and 6, of which the deviation is 2, after they are scaled by it alone."""
+    trainer.moments, trainer.ref_std = type(trainer.moments)(), 0.0  # as if there had been no scores before
+    scores = torch.tensor([[2.0], [4.0], [6.0]], device=trainer.parallel.device)
+    return float(trainer.scaled(scores, torch.ones_like(scores, dtype=torch.bool))[0, 0])
+
+
 @torch.no_grad()
 def returns_by_their_sum(trainer: Any) -> float:
     """Return 1 + the largest error of the returns, relative to V_t + Σ_l (γλ)^l (r + γV' − V), Schulman et al. 2015."""
@@ -147,6 +154,7 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     "scale_reward": [
         Effect("size of returns", falls=("none", "running")),
         Effect("size of returns", falls=("none", "ref")),
+        Effect(first_of_three, equals={"none": 2.0, "running": 1.0, "ref": 1.0}),
     ],
     "cliprange_reward": Effect(largest_score, equals={0.1: 0.1, 2.0: 2.0, None: 5.0}),
     "missing_eos_penalty": [

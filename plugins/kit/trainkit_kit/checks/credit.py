@@ -599,6 +599,7 @@ def _of_same_responses(rounded: Any, exact: Any) -> Batch:
 
 
 def _measured(trainer: Any, batch: Batch) -> tuple[float, Tensor]:
+    trainer.models.build()
     policy = trainer.policy
     with torch.no_grad(), trainer.accelerator.autocast():
         prepared = for_loss(trainer, batch)
