@@ -49,6 +49,10 @@ def effects_of(subject: Subject) -> Iterator[tuple[str, Effect]]:
             yield name, effect
 
 
+DIRECTIONS, NUMBERS = {"rises", "falls"}, {"equals", "linear", "proportional"}
+"""The ways of an `Effect` that say in which direction a quantity moves, and by how much."""
+
+
 def unproven(subject: Subject) -> dict[str, str]:
     """Return the settings of a trainer whose effect is not declared, or not by a number where one exists.
 
@@ -67,7 +71,7 @@ def unproven(subject: Subject) -> dict[str, str]:
         declared = ways.get(name, set())
         if not declared and name not in measured:
             found[name] = "nothing is declared"
-        elif is_number(field) and declared <= {"rises", "falls"} and name not in measured:
+        elif is_number(field) and DIRECTIONS & declared and not NUMBERS & declared and name not in measured:
             found[name] = "only a direction is declared"
     return found
 
