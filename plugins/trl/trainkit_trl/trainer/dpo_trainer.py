@@ -130,7 +130,10 @@ class DPOTrainer(PairTrainer):
     @property
     def ref_model(self) -> Any:
         """The reference; None without one."""
-        return self.trainer.reference if self.trainer.needs_reference else None
+        if not self.trainer.needs_reference:
+            return None
+        self.trainer.models.build()
+        return self.trainer.reference
 
     # ------------------------------------------------------------------------------------------------------ losses
 
@@ -194,6 +197,7 @@ class DPOTrainer(PairTrainer):
             return torch.zeros(()), torch.zeros(())
         if "reference_chosen_logps" in batch:
             return batch["reference_chosen_logps"], batch["reference_rejected_logps"]
+        self.trainer.models.build()
         both = self.concatenated_inputs(batch, label_pad_token_id=self.label_pad_token_id)
         mask = both["concatenated_labels"] != self.label_pad_token_id
         real = both["concatenated_attention_mask"].bool()
