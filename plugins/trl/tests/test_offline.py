@@ -145,6 +145,7 @@ def test_dpo_learns_which_side_is_chosen(tmp_path: Path) -> None:
     args = arguments(tmp_path, max_steps=15, remove_unused_columns=False)
     trainer = DPOTrainer(model, None, beta=0.1, args=args, train_dataset=PAIRS, eval_dataset=PAIRS,
                          tokenizer=tokenizer, max_length=16, max_prompt_length=8)  # fmt: skip
+    assert trainer.ref_model is trainer.trainer.reference
     batch = next(iter(trainer.get_train_dataloader()))
     loss, found = trainer.get_batch_loss_metrics(model, batch)
     assert loss.item() == pytest.approx(0.693147, abs=1e-6)  # policy and reference are equal: log 2
