@@ -234,7 +234,7 @@ def test_a_model_of_unseeded_weights_is_not_reported_as_a_fault_of_micro_batches
         honest(self, *args, **kwargs)
         draws = torch.Generator().manual_seed(torch.seed())
         with torch.no_grad():
-            for parameter in self.teacher.policy.parameters():
+            for parameter in self.teacher.load().policy.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=draws))
 
     monkeypatch.setattr(distillation.DistillationTrainer, "__init__", unseeded)

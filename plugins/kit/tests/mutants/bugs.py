@@ -469,6 +469,7 @@ BUGS = (
 +        loss = masked_mean(policy, mask) + method.vf_coef * masked_mean(value, mask) * self.tokens / batch.weight
 @@
              "values/clipfrac": Mean.of(value > 0.5 * (new.values - batch.returns) ** 2, mask),
+             **self.statistics(batch, new),
          }
 +
 +    def prepare_step(self, batch: PPOBatch) -> PPOBatch:
@@ -995,8 +996,8 @@ BUGS = (
         "ilql",
         ("effects_as_declared",),
         patch="""
--        advantages = (head["target_q"] - head["values"]).detach()
-+        advantages = head["target_q"] - head["values"]
+-        return (outputs.head["target_q"] - outputs.head["values"]).detach()
++        return outputs.head["target_q"] - outputs.head["values"]
 """,
     ),
     Bug(

@@ -369,6 +369,7 @@ class SampledWithDropout(WithSampling):
 
     class sampling_class(Sampling):
         def sample(self, *args: Any) -> Any:
+            self.models.build()
             self.sampler  # noqa: B018  (and the reference beside it are made of the model as it is)
             module = self.models.unwrapped
             module.eval = lambda: module.train()

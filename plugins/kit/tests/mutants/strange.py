@@ -325,7 +325,7 @@ STRANGE = (
         patch="""
 -        advantages = whiten(returns, mask, reduce=self.reduce)
 +        rows = torch.where(mask, returns, 0.0).sum(1)
-+        advantages = (returns - rows.mean()) / rows.std() * mask
++        advantages = (returns - rows.mean()) / rows.std(correction=0) * mask
 """,
     ),
     Bug(

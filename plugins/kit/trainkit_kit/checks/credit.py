@@ -712,6 +712,7 @@ def _prefers_the_chosen(bench: Bench) -> None:
 @torch.no_grad()
 def _margins(trainer: Any) -> Tensor:
     """Return the margin of each pair: of log-likelihoods, or of scores if the model gives scores."""
+    trainer.models.build()
     answer = trainer.policy(trainer.encode_preferences(trainer.pipeline.rows).both)
     chosen, rejected = (answer if isinstance(answer, Tensor) else answer.logprobs.sum(1)).chunk(2)
     return chosen - rejected
@@ -727,6 +728,7 @@ def _imitates(bench: Bench) -> None:
 
 @torch.no_grad()
 def _likelihood(trainer: Any) -> float:
+    trainer.models.build()
     sequences = trainer.encode_samples(trainer.read_samples(SAMPLES))
     return float(trainer.policy(sequences).logprobs.sum(1).mean())
 
