@@ -17,7 +17,7 @@ import trainkit
 from tables import table
 from trainkit.config import SamplingConfig
 from trainkit.data import Sequences
-from trainkit.models import make_policy
+from trainkit.models import joined, make_policy
 from trainkit.models.backend import use_fast_and_exact_kernels, use_fast_exact_matmul, use_right_attention
 from trainkit.rollouts import CausalSampler
 from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_llama
@@ -138,8 +138,13 @@ def test_gradients_through_shared_prompts_are_finite_in_bf16(width: int) -> None
 
 @pytest.mark.gpu
 @table("shared", [False, True])
-def test_joined_rows_are_run_by_the_kernel_for_texts_of_any_lengths(shared: bool) -> None:
+def test_joined_rows_are_run_by_the_kernel_for_texts_of_any_lengths(
+    shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    calls, kernel = list[int](), joined._by_kernel
+    monkeypatch.setattr(joined, "_by_kernel", lambda *given: (calls.append(1), kernel(*given))[1])
 
     use_fast_and_exact_kernels(torch.device("cuda"), "bf16")
     fields = tiny_llama(50, hidden_size=128, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256)
@@ -157,6 +162,7 @@ def test_joined_rows_are_run_by_the_kernel_for_texts_of_any_lengths(shared: bool
             policy(sequences).logprobs.sum().backward()
             gradients.append(torch.cat([each.grad.flatten() for each in policy.parameters() if each.grad is not None]))
     assert float((gradients[0] - gradients[1]).norm() / gradients[1].norm()) < 0.02
+    assert calls
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from passes import MODELS, make, padded_on_the_left, results, rows, with_turns
 from tables import table
 from trainkit.data import Sequences
 from trainkit.errors import ConfigError
-from trainkit.models import make_policy
+from trainkit.models import backend, make_policy
 from trainkit.models.backend import use_fast_exact_matmul
 from trainkit.models.joined import JoinedRows, attend, different_prompts
 from trainkit.models.policy import Policy
@@ -138,6 +138,22 @@ def test_activations_are_computed_again_with_the_same_gradient(shared: bool) -> 
     assert len(calls) == 2
     for name, gradient in expected.items():
         assert torch.equal(found[name], gradient), name
+
+
+def test_under_autocast_attention_gets_tensors_of_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels for texts of any lengths take no float32, which rotary positions make of queries and keys."""
+    policy, dtypes = make_policy(make("llama")), set[torch.dtype]()
+
+    def noted(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        dtypes.update(each.dtype for each in (query, key, value))
+        return attend(query, key, value, *args, **kwargs)
+
+    monkeypatch.setattr(backend, "attend_joined", noted)
+    monkeypatch.setattr(backend, "_has_matrix_units", lambda: True)  # otherwise this CPU computes it in float32
+    policy.joins_rows = True
+    with torch.autocast("cpu", torch.bfloat16):
+        assert policy(rows()).logprobs.isfinite().all()
+    assert dtypes == {torch.bfloat16}
 
 
 def test_one_pass_runs_the_tokens_that_are_needed() -> None:
