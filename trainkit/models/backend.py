@@ -274,9 +274,7 @@ def _attention(
         return sdpa_attention_forward(module, query, key, value, mask, *args, **kwargs)[0]
 
     if usual == dtype_of_attention(query):
-        if (
-            "joined" in kwargs
-        ):  # rotary positions make them float32 under autocast, which casts for torch's function alone
+        if "joined" in kwargs:  # autocast casts for torch's own function; rotary positions have made them float32
             query, key, value = query.to(usual), key.to(usual), value.to(usual)
         return by_default_library(attend, query, key, value), None
     mask, kwargs = _wide(mask), {name: _wide(value) for name, value in kwargs.items()}  # one may be a bias of positions
