@@ -35,7 +35,7 @@ import trainkit
 from faults import arm, counted
 from runs import FULL, full
 from trainkit.errors import CheckpointError
-from trainkit.runs import checkpoint, saving
+from trainkit.runs import checkpoint
 from trainkit.testing.trainers import language_trainers
 
 USUAL: dict[str, Any] = {
@@ -129,7 +129,7 @@ class Watches:
         if self.fault.error and self.armed:
             arm(self.run_dir)  # the disk is as it was
         if step == self.fault.after or (self.fault.after < 0 and not self.armed):
-            saving.finish(trainer)  # what is saved beside the training, so that calls have the same numbers
+            trainer.run.checkpoints.finish()  # what is saved beside the training, so that calls have the same numbers
             self.arm()
 
     @trainkit.hookimpl
@@ -162,7 +162,7 @@ class Case:
         done = killing(trainer, fault.engine) if fault.engine else []
         trainer.learn()
         found = {"digest": digest(trainer), "calls": counted(), "kills": len(done), "times": watches.times}
-        found |= {"saved": watches.saved, "resumed": trainer.run_state.resumed}
+        found |= {"saved": watches.saved, "resumed": trainer.run.resumption.messages}
         (self.root / f"{run_dir.name}.end").write_text(json.dumps(found))
 
     def straight(self, fault: Fault | None = None, name: str = "straight", **changes: Any) -> dict[str, Any]:

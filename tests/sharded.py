@@ -123,7 +123,7 @@ def run(root: Path, name: str, settings: dict[str, Any]) -> None:
     beginning, place = Beginning(), settings.pop("place", "run")
     trainer = made(name, root / place, settings, callbacks=[beginning])
     trainer.learn()
-    kept = {"begin": beginning.state, "end": state(trainer), "resumed": trainer.run_state.resumed}
+    kept = {"begin": beginning.state, "end": state(trainer), "resumed": trainer.run.resumption.messages}
     if os.environ.get("RANK", "0") == "0":
         torch.save(kept, root / f"{name}-{os.environ.get('WORLD_SIZE', 1)}.pt")
 

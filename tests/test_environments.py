@@ -119,7 +119,7 @@ def test_a_run_that_is_stopped_in_the_middle_of_an_episode_resumes_exactly(name:
             if Stops.left is not None:
                 Stops.left -= 1
                 if Stops.left == 0:
-                    Stops.trainer.run_state.stop.asked = signal.SIGTERM
+                    Stops.trainer.run.stop.asked = signal.SIGTERM
             return super().step(output)
 
     changes: dict[str, Any] = {"train__save_interval": 2, "rollout__batch_size": 4, "environment__workers": 1}

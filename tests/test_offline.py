@@ -83,7 +83,7 @@ def test_a_run_that_is_resumed_or_lengthened_ends_with_the_bits_of_a_straight_on
         path = of.get(step, tmp_path / "straight" / "checkpoints" / f"step_{step:08d}")
         changed = {"train__total_steps": 7, "train__resume": str(path), **changes}
         resumed, made, observed = counted(name, tmp_path / f"resumed-{step}", **changed)
-        resumed.run_state.allow_drift = True
+        resumed.run.allow_drift = True
         resumed.learn()
         assert_same(state(straight), state(resumed))
         assert sum(made) <= 16

@@ -67,7 +67,7 @@ def resumed(run_dir: Path, name: str = "sft", **changes: Any) -> list[str]:
     trainer = tiny_trainer(name, run_dir, **{**SAVING, "train__total_steps": 3, **changes})
     trainer.learn()
     assert trainer.done
-    return list(trainer.run_state.resumed[1:])
+    return list(trainer.run.resumption.messages[1:])
 
 
 # ---------------------------------------------------------------------------------------------------- checkpoints

@@ -77,7 +77,7 @@ def test_where_no_checkpoint_is_whole_the_run_does_not_quietly_start_anew(a_run:
 
 def drifted(run_dir: Path, **changes: Any) -> Any:
     trainer = full("ppo", run_dir, **{"train__total_steps": 4, "train__resume": "auto", **changes})
-    trainer.run_state.allow_drift = True
+    trainer.run.allow_drift = True
     return trainer
 
 
@@ -191,7 +191,7 @@ def test_a_run_does_not_go_on_with_other_data_unless_that_is_allowed(
     allowed = tiny_trainer(name, tmp_path, arguments={**before, **others[0][0], "allow_drift": True}, **changes)
     allowed.learn()
     assert allowed.progress.step == 2
-    assert any("changed: data: " in line for line in allowed.run_state.resumed)
+    assert any("changed: data: " in line for line in allowed.run.resumption.messages)
 
 
 def test_another_environment_is_refused(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_another_environment_is_refused(tmp_path: Path) -> None:
 
 def test_another_method_is_refused_also_where_drift_is_allowed(a_run: Path) -> None:
     trainer = full("rloo", a_run, train__total_steps=4, train__resume="auto")
-    trainer.run_state.allow_drift = True
+    trainer.run.allow_drift = True
     with pytest.raises(CheckpointError, match=r"another method or optimizer: method\.name: 'ppo' -> 'rloo'"):
         trainer.learn()
 

@@ -411,7 +411,7 @@ def test_a_chosen_reference_is_part_of_the_runs_fingerprint(tmp_path: Path) -> N
         tiny_trainer("ppo", tmp_path / "live", **changes, **again).learn()
     drifting = tiny_trainer("ppo", tmp_path / "live", **changes, **again, arguments={**other, "allow_drift": True})
     drifting.learn()
-    assert any("frozen model" in line for line in drifting.run_state.resumed)
+    assert any("frozen model" in line for line in drifting.run.resumption.messages)
 
 
 # ------------------------------------------------------------------------------------------------- distillation

@@ -301,7 +301,7 @@ def test_no_file_of_a_run_has_a_secret(
         )  # fmt: skip
         trainer.learn()
         print(trainer.config, repr(trainer.config))
-    assert trainer.run_state.resumed
+    assert trainer.run.resumption.messages
     assert keyed == [(f"{CANARY}-1", f"{CANARY}-2")] * 2
     assert CANARY.encode() not in everything(tmp_path / "run")
     assert (tmp_path / "run" / "tensorboard").is_dir()

@@ -152,7 +152,7 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_and_ends_with_the_same_bits
     assert steps_logged(tmp_path / "run") == steps_logged(tmp_path / "straight")[:4]
     resumed = full("sft", tmp_path / "run", **changes)
     resumed.learn()
-    assert resumed.run_state.resumed[0].endswith("step_00000002 at step 2")
+    assert resumed.run.resumption.messages[0].endswith("step_00000002 at step 2")
     assert_same(state(resumed), state(straight))
     assert steps_logged(tmp_path / "run") == steps_logged(tmp_path / "straight")
 

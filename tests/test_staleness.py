@@ -172,7 +172,7 @@ class StopAt:
 
     @trainkit.hookimpl
     def on_step(self, trainer: Any, step: int) -> None:
-        trainer.run_state.stop.asked = signal.SIGTERM if step == self.step else trainer.run_state.stop.asked
+        trainer.run.stop.asked = signal.SIGTERM if step == self.step else trainer.run.stop.asked
 
 
 @pytest.mark.slow
@@ -212,7 +212,7 @@ def test_a_run_stopped_while_it_samples_ahead_resumes_with_the_same_bits(tmp_pat
         nonlocal calls
         calls += 1
         if calls == stop_at:
-            trainer.run_state.stop.asked = signal.SIGTERM
+            trainer.run.stop.asked = signal.SIGTERM
         return count_first_letters(outputs)
 
     settings: dict[str, Any] = {

@@ -148,7 +148,7 @@ def test_resuming_a_stopped_run_says_why_it_ended_and_changes_no_file(tmp_path: 
     trainer.learn()
     assert trainer.progress.step == 3
     assert files(tmp_path / "run") == before
-    assert trainer.run_state.resumed[1:] == [
+    assert trainer.run.resumption.messages[1:] == [
         "the run was ended after step 3: enough. It continues only if train.total_steps, train.epochs, train.health or "
         "plugins is changed"
     ]
@@ -170,7 +170,7 @@ def test_a_stopped_run_continues_if_its_length_is_changed_as_if_it_had_not_been_
     assert same(trainer, straight)
     key = next(iter(change)).replace("__", ".")
     assert (
-        trainer.run_state.resumed[-1]
+        trainer.run.resumption.messages[-1]
         == f"the run was ended after step 3: enough. It continues, because of a change of {key}"
     )
 

@@ -48,7 +48,7 @@ def stub_trainer(**more: Any) -> Any:
     progress = SimpleNamespace(step=0, tokens=0, seconds=0.0, trained=0, stop_reason="")
     return SimpleNamespace(
         config=config,
-        run_state=SimpleNamespace(learning=True, resumed=[]),
+        run=SimpleNamespace(learning=True, resumption=SimpleNamespace(messages=[])),
         updater=SimpleNamespace(unit="tokens"),
         total_steps=10,
         done=False,
@@ -343,7 +343,7 @@ def test_an_output_without_unicode_does_not_end_the_run() -> None:
 def test_a_loop_that_the_user_drives_has_lines_instead_of_the_table() -> None:
     shown, text = console(terminal=True)
     trainer = stub_trainer()
-    trainer.run_state.learning = False
+    trainer.run.learning = False
     shown.log_metrics(trainer, 1, {"loss/total": 1.0})
     shown.on_evaluate(step=1, metrics={"eval/reward": 1.0}, samples=[{"prompt": "a", "output": "b"}])
     shown.on_train_end(trainer)
@@ -372,7 +372,7 @@ def test_a_loop_that_begins_before_learn_has_an_end_from_when_learn_drives_it(tm
 def history_of(count: int, *, terminal: bool = False, names: tuple[str, ...] = ("reward",)) -> list[str]:
     shown, text = console(terminal=terminal)
     trainer = stub_trainer()
-    trainer.run_state.learning = not terminal
+    trainer.run.learning = not terminal
     shown.on_train_begin(trainer)
     for step in range(count):
         shown.on_evaluate(step=step, metrics={f"eval/{name}": float(step) for name in (*names, "time")}, samples=[])

@@ -86,7 +86,7 @@ for name in sys.argv[5:]:
         else:
             trainer = of_case(name, case, root / what / name / case, train__resume="auto")
         trainer.learn()
-        print("digest", json.dumps([name, case, digest(trainer), trainer.run_state.resumed]))
+        print("digest", json.dumps([name, case, digest(trainer), trainer.run.resumption.messages]))
 """
 
 

@@ -87,7 +87,7 @@ class Console:
         if self._live is None:
             steps = f"  {self._total} steps" if self._followed else ""
             self._say(f"{trainer.config.method.name}{steps}  {trainer.run_dir}")
-        for note in trainer.run_state.resumed:
+        for note in trainer.run.resumption.messages:
             self._say(note)
 
     def _follow(self, trainer: RunView) -> None:
@@ -95,7 +95,7 @@ class Console:
 
         A loop of the user's own may end anywhere, and may print anything.
         """
-        if self._followed or not trainer.run_state.learning:
+        if self._followed or not trainer.run.learning:
             return
         self._followed, self._total = True, trainer.total_steps
         if self.output.is_terminal and not self.output.is_dumb_terminal:

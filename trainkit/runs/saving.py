@@ -62,178 +62,242 @@ class Saving:
         self._thread.shutdown(wait=False)
 
 
-def save_if_due(trainer: RunView, done: bool, *, asked: bool = False) -> None:
-    """Save a checkpoint at the config's interval, when the run is ``done``, and when it was ``asked`` to.
-
-    Otherwise finish one that has been written.
-
-    Raises:
-        CheckpointError: writing failed, and `train.on_save_error` is ``stop``.
-    """
-    with unless_it_goes_on(trainer):
-        _save_if_due(trainer, done, asked)
-
-
-@contextmanager
-def unless_it_goes_on(trainer: RunView) -> Iterator[None]:
-    """Log an error of saving inside the block instead of raising it, if `train.on_save_error` is ``continue``."""
-    try:
-        yield
-    except CheckpointError as error:
-        if trainer.config.train.on_save_error == "stop":
-            raise
-        if trainer.parallel.is_main:
-            log.error("step %d: %s. The run goes on (train.on_save_error)", trainer.progress.step, error)
-
-
-def _save_if_due(trainer: RunView, done: bool, asked: bool) -> None:
-    every = trainer.config.train.save_interval
-    if not every or not (done or asked or trainer.progress.step % every == 0):
-        finish(trainer, wait=False)
-    elif done or not trainer.config.train.save_async:
-        save(trainer)
-    else:
-        save_later(trainer)
-
-
-def save(trainer: RunView, root: Path | None = None) -> Path:
-    """Write a complete checkpoint or none, and return its path. All processes call it; each saves its own store.
+class Checkpoints:
+    """Writes the checkpoints of a run.
 
     Args:
-        trainer: the trainer, whose run has begun.
-        root: the directory of the checkpoints; by default that of the run.
-
-    Raises:
-        CheckpointError: writing failed; names the directory. Earlier checkpoints are unchanged.
+        view: the trainer.
     """
-    finish(trainer)
-    step, keep = trainer.progress.step, trainer.config.train.keep_checkpoints
-    with _building(trainer, root) as building:
-        states_differ = _states_differ(trainer)
-        trainer.parallel.sync_errors(lambda: _parts(trainer, partial(checkpoint.write_state, building), states_differ))
-        target = trainer.parallel.on_main(lambda: checkpoint.commit(building, step, keep))
-    trainer.hooks.hook.on_save(trainer=trainer, step=step, path=target)
-    return target
 
+    def __init__(self, view: RunView) -> None:
+        self.view = view
+        self._saving: Saving | None = None
+        """The checkpoint that is being written while the training goes on."""
 
-def save_later(trainer: RunView) -> None:
-    """Copy everything that a checkpoint holds, and let a thread write it; `finish` makes the checkpoint complete.
+    def save_if_due(self, done: bool, *, asked: bool = False) -> None:
+        """Save a checkpoint at the config's interval, when the run is ``done``, and when it was ``asked`` to.
 
-    Raises:
-        CheckpointError: as `save`.
-    """
-    finish(trainer)
-    parts: dict[str, checkpoint.Packed] = {}
+        Otherwise finish one that has been written.
 
-    def keep(name: str, state: checkpoint.State) -> None:
-        parts[name] = checkpoint.pack(state)
+        Raises:
+            CheckpointError: writing failed, and `train.on_save_error` is ``stop``.
+        """
+        with self.unless_it_goes_on():
+            self._save_if_due(done, asked)
 
-    with _building(trainer) as building:
-        states_differ = _states_differ(trainer)
-        trainer.parallel.sync_errors(lambda: _parts(trainer, keep, states_differ))
-        trainer.run_state.saving = Saving(building, trainer.progress.step, parts)
+    @contextmanager
+    def unless_it_goes_on(self) -> Iterator[None]:
+        """Log an error of saving inside the block instead of raising it, if `train.on_save_error` is ``continue``."""
+        try:
+            yield
+        except CheckpointError as error:
+            if self.view.config.train.on_save_error == "stop":
+                raise
+            if self.view.parallel.is_main:
+                log.error("step %d: %s. The run goes on (train.on_save_error)", self.view.progress.step, error)
 
+    def _save_if_due(self, done: bool, asked: bool) -> None:
+        every = self.view.config.train.save_interval
+        if not every or not (done or asked or self.view.progress.step % every == 0):
+            self.finish(wait=False)
+        elif done or not self.view.config.train.save_async:
+            self.save()
+        else:
+            self.save_later()
 
-def finish(trainer: RunView, *, wait: bool = True) -> None:
-    """Make a checkpoint complete whose parts a thread has written, and call `on_save`. All processes call it.
+    def save(self, root: Path | None = None) -> Path:
+        """Write a complete checkpoint or none, and return its path. All processes call it; each saves its own store.
 
-    Args:
-        trainer: the trainer.
-        wait: whether to wait for the threads of all processes; if not, they are asked once.
+        Args:
+            root: the directory of the checkpoints; by default that of the run.
 
-    Raises:
-        CheckpointError: as `save`.
-    """
-    saving = trainer.run_state.saving
-    if saving is None or (not wait and trainer.parallel.any_rank(not saving.job.done())):
-        return
-    try:
-        with _explained(trainer, saving.building):
-            if not saving.committing:
-                trainer.parallel.sync_errors(saving.job.result)
-                saving.commit(trainer.config.train.keep_checkpoints if trainer.parallel.is_main else None)
-                if not wait:
-                    return
-            target = trainer.parallel.on_main(saving.job.result)
-    except TrainkitError:
-        abandon(trainer)
-        raise
-    abandon(trainer)
-    trainer.hooks.hook.on_save(trainer=trainer, step=saving.step, path=target)
+        Raises:
+            CheckpointError: writing failed; names the directory. Earlier checkpoints are unchanged.
+        """
+        self.finish()
+        step, keep = self.view.progress.step, self.view.config.train.keep_checkpoints
+        with self._building(root) as building:
+            states_differ = self._states_differ()
+            self.view.parallel.sync_errors(
+                lambda: self._parts(partial(checkpoint.write_state, building), states_differ)
+            )
+            target = self.view.parallel.on_main(lambda: checkpoint.commit(building, step, keep))
+        self.view.hooks.hook.on_save(trainer=self.view, step=step, path=target)
+        return target
 
+    def save_later(self) -> None:
+        """Copy everything that a checkpoint holds, and let a thread write it; `finish` makes the checkpoint complete.
 
-def save_after_error(trainer: RunView, error: BaseException) -> None:
-    """Save the state after the last finished step, if checkpoints are wanted and that step has none; log if that fails.
+        Raises:
+            CheckpointError: as `save`.
+        """
+        self.finish()
+        parts: dict[str, checkpoint.Packed] = {}
 
-    With several processes this needs all of them, so it is only done if all have the error.
-    """
-    alone = trainer.parallel.world == 1
-    agreed = alone or getattr(error, "on_all_ranks", False)
-    if not (agreed and trainer.config.train.save_interval and isinstance(error, Exception)):
-        return
-    if isinstance(error, CheckpointError) or not trainer.last_step.restore() or not trainer.progress.step:
-        return
-    try:
-        save_once(trainer)
-    except Exception as other:  # whatever it is, the error that ends the run is raised, and not this one
-        log.error("the run ends with an error after step %d, which cannot be saved: %s", trainer.progress.step, other)
+        def keep(name: str, state: checkpoint.State) -> None:
+            parts[name] = checkpoint.pack(state)
 
+        with self._building() as building:
+            states_differ = self._states_differ()
+            self.view.parallel.sync_errors(lambda: self._parts(keep, states_differ))
+            self._saving = Saving(building, self.view.progress.step, parts)
 
-def save_once(trainer: RunView) -> Path:
-    """Save the state after the last step, which an error follows, unless there is a checkpoint; return its path."""
-    assert trainer.run_dir is not None
-    finish(trainer)
-    target = checkpoint.path_of(trainer.run_dir / "checkpoints", trainer.progress.step)
-    if not trainer.parallel.on_main(target.exists):
-        save(trainer)
-        log.warning("the run ends with an error after step %d; saved %s", trainer.progress.step, target)
-    return target
+    def finish(self, *, wait: bool = True) -> None:
+        """Make a checkpoint complete whose parts a thread has written, and call `on_save`. All processes call it.
 
+        Args:
+            wait: whether to wait for the threads of all processes; if not, they are asked once.
 
-def finish_after_error(trainer: RunView) -> None:
-    """Make a checkpoint complete that is being written when the run ends with an error; log if that fails, too.
-
-    With several processes it is abandoned: they cannot agree on anything then. Earlier checkpoints remain.
-    """
-    try:
-        if trainer.parallel.world == 1:
-            finish(trainer)
-    except TrainkitError as error:
-        log.error("%s", error)
-    abandon(trainer)
-
-
-def abandon(trainer: RunView) -> None:
-    """Let go of the checkpoint that is being written, if there is one."""
-    saving, trainer.run_state.saving = trainer.run_state.saving, None
-    if saving is not None:
-        saving.close()
-
-
-@contextmanager
-def _building(trainer: RunView, root: Path | None = None) -> Iterator[Path]:
-    """Make a directory in which a checkpoint is built inside the block."""
-    assert trainer.run_dir is not None
-    root, step = root or trainer.run_dir / "checkpoints", trainer.progress.step
-    with _explained(trainer, root / "new"):
-        building = Path(trainer.parallel.on_main(lambda: str(checkpoint.building_directory(root, step))))
-    with _explained(trainer, building):
-        yield building
-
-
-@contextmanager
-def _explained(trainer: RunView, building: Path) -> Iterator[None]:
-    """Remove the directory after an error inside the block; raise errors of writing as a CheckpointError."""
-    try:
-        yield
-    except (OSError, ValueError, SafetensorError, TrainkitError) as error:
-        # safetensors raises an error of its own if the disk is full, and a path with a NUL is a ValueError
-        shutil.rmtree(building, ignore_errors=True)
-        if isinstance(error, TrainkitError):
+        Raises:
+            CheckpointError: as `save`.
+        """
+        saving = self._saving
+        if saving is None or (not wait and self.view.parallel.any_rank(not saving.job.done())):
+            return
+        try:
+            with self._explained(saving.building):
+                if not saving.committing:
+                    self.view.parallel.sync_errors(saving.job.result)
+                    saving.commit(self.view.config.train.keep_checkpoints if self.view.parallel.is_main else None)
+                    if not wait:
+                        return
+                target = self.view.parallel.on_main(saving.job.result)
+        except TrainkitError:
+            self.abandon()
             raise
-        root = building.parent
-        message = f"cannot save a checkpoint under {root}: {error} ({room(root, _bytes(trainer))})"
-        raise CheckpointError(message) from error
+        self.abandon()
+        self.view.hooks.hook.on_save(trainer=self.view, step=saving.step, path=target)
+
+    def save_after_error(self, error: BaseException) -> None:
+        """Save the state after the last finished step if checkpoints are wanted, but for a step that has one.
+
+        If that fails, log it.
+
+        With several processes this needs all of them, so it is only done if all have the error.
+        """
+        alone = self.view.parallel.world == 1
+        agreed = alone or getattr(error, "on_all_ranks", False)
+        if not (agreed and self.view.config.train.save_interval and isinstance(error, Exception)):
+            return
+        if isinstance(error, CheckpointError) or not self.view.last_step.restore() or not self.view.progress.step:
+            return
+        try:
+            self.save_once()
+        except Exception as other:  # whatever it is, the error that ends the run is raised, and not this one
+            log.error(
+                "the run ends with an error after step %d, which cannot be saved: %s", self.view.progress.step, other
+            )
+
+    def save_once(self) -> Path:
+        """Save the state after the last step, which an error follows, unless there is a checkpoint; return its path."""
+        assert self.view.run_dir is not None
+        self.finish()
+        target = checkpoint.path_of(self.view.run_dir / "checkpoints", self.view.progress.step)
+        if not self.view.parallel.on_main(target.exists):
+            self.save()
+            log.warning("the run ends with an error after step %d; saved %s", self.view.progress.step, target)
+        return target
+
+    def finish_after_error(self) -> None:
+        """Make a checkpoint complete that is being written when the run ends with an error; log if that fails, too.
+
+        With several processes it is abandoned: they cannot agree on anything then. Earlier checkpoints remain.
+        """
+        try:
+            if self.view.parallel.world == 1:
+                self.finish()
+        except TrainkitError as error:
+            log.error("%s", error)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Let go of the checkpoint that is being written, if there is one."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.close()
+
+    @contextmanager
+    def _building(self, root: Path | None = None) -> Iterator[Path]:
+        """Make a directory in which a checkpoint is built inside the block."""
+        assert self.view.run_dir is not None
+        root, step = root or self.view.run_dir / "checkpoints", self.view.progress.step
+        with self._explained(root / "new"):
+            building = Path(self.view.parallel.on_main(lambda: str(checkpoint.building_directory(root, step))))
+        with self._explained(building):
+            yield building
+
+    @contextmanager
+    def _explained(self, building: Path) -> Iterator[None]:
+        """Remove the directory after an error inside the block; raise errors of writing as a CheckpointError."""
+        try:
+            yield
+        except (OSError, ValueError, SafetensorError, TrainkitError) as error:
+            # safetensors raises an error of its own if the disk is full, and a path with a NUL is a ValueError
+            shutil.rmtree(building, ignore_errors=True)
+            if isinstance(error, TrainkitError):
+                raise
+            root = building.parent
+            message = f"cannot save a checkpoint under {root}: {error} ({room(root, self._bytes())})"
+            raise CheckpointError(message) from error
+
+    def _bytes(self) -> int:
+        """Return about how many bytes a checkpoint has: trained weights and the optimizer's state, of all processes."""
+        optimizer = getattr(self.view.models.optimizer, "optimizer", self.view.models.optimizer)
+        state = (value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor))
+        here = sum(local(tensor).nbytes for tensor in (*trained(self.view.models.unwrapped).values(), *state))
+        return here * (self.view.parallel.world if self.view.parallel.sharding.divides else 1)
+
+    def _states_differ(self) -> bool:
+        """Return whether the state of the algorithm is not the same on all processes."""
+        if self.view.parallel.world == 1:
+            return False
+        digest = self.view.parallel.sync_errors(lambda: checkpoint.digest(self.view.state_dict()))
+        return len(set(self.view.parallel.gather([digest]))) > 1
+
+    def _parts(self, put: Callable[[str, checkpoint.State], object], states_differ: bool) -> None:
+        """Call ``put`` with the name and the state of each part of a checkpoint that this process writes.
+
+        The state of the algorithm is one of them if it is that of this process alone (``states_differ``).
+        """
+        rank = self.view.parallel.rank
+        if not self.view.plan.collects_once and len(self.view.store):
+            put(f"store-{rank:05d}", {"experience": self.view.store.experience})
+        if self.view.collector.ahead is not None:
+            put(f"ahead-{rank:05d}", {"collections": self.view.collector.ahead.state()})
+        loop = {**self.loop_state(), **self.view.identity.state()}
+        if states_differ:
+            put(f"{METHOD}-{rank:05d}", {"method": loop["method"]})
+        if self.view.parallel.sharding.keeps_sharded:
+            self.refuse_non_finite()
+            state, loop["optimizer"] = loop["optimizer"]["state"], {**loop["optimizer"], "state": {}}
+            put(f"{PARTS}-{rank:05d}", {"model": trained(self.view.models.unwrapped), "optimizer": state})
+        else:
+            with self.view.parallel.sharding.unsharded():
+                if self.view.parallel.is_main:
+                    self.refuse_non_finite()
+                    put("model", trained(self.view.models.unwrapped))
+        if self.view.parallel.is_main:
+            put("loop", loop)
+
+    def refuse_non_finite(self) -> None:
+        """Raise a NonFiniteError if a weight is NaN or infinite, before a checkpoint or an export is made of it."""
+        weights = ((name, local(p)) for name, p in self.view.models.unwrapped.named_parameters())
+        broken = [name for name, part in weights if not part.isfinite().all()]
+        if broken:
+            raise NonFiniteError(
+                f"after step {self.view.progress.step} the weights are not finite in {', '.join(broken[:3])}; nothing "
+                "was saved or exported. Lower optimizer.lr, and resume from the previous checkpoint"
+            )
+
+    def loop_state(self) -> dict[str, Any]:
+        """Return everything that further training depends on, except the model's weights and the store."""
+        return {
+            "progress": asdict(self.view.progress),
+            "method": self.view.state_dict(),
+            "hooks": self.view.hooks.state_dict(),
+            "health": self.view.health.state_dict(),
+            **self.view.models.state_dict(),
+        }
 
 
 def room(place: Path, needed: int) -> str:
@@ -247,70 +311,6 @@ def _exists(place: Path) -> bool:
         return place.exists()
     except (OSError, ValueError):  # a name that is too long, or has a NUL
         return False
-
-
-def _bytes(trainer: RunView) -> int:
-    """Return about how many bytes a checkpoint has: the trained weights and the optimizer's state, of all processes."""
-    optimizer = getattr(trainer.models.optimizer, "optimizer", trainer.models.optimizer)
-    state = (value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor))
-    here = sum(local(tensor).nbytes for tensor in (*trained(trainer.models.unwrapped).values(), *state))
-    return here * (trainer.parallel.world if trainer.parallel.sharding.divides else 1)
-
-
-def _states_differ(trainer: RunView) -> bool:
-    """Return whether the state of the algorithm is not the same on all processes."""
-    if trainer.parallel.world == 1:
-        return False
-    digest = trainer.parallel.sync_errors(lambda: checkpoint.digest(trainer.state_dict()))
-    return len(set(trainer.parallel.gather([digest]))) > 1
-
-
-def _parts(trainer: RunView, put: Callable[[str, checkpoint.State], object], states_differ: bool) -> None:
-    """Call ``put`` with the name and the state of each part of a checkpoint that this process writes.
-
-    The state of the algorithm is one of them if it is that of this process alone (``states_differ``).
-    """
-    rank = trainer.parallel.rank
-    if not trainer.plan.collects_once and len(trainer.store):
-        put(f"store-{rank:05d}", {"experience": trainer.store.experience})
-    if trainer.collector.ahead is not None:
-        put(f"ahead-{rank:05d}", {"collections": trainer.collector.ahead.state()})
-    loop = {**loop_state(trainer), **trainer.identity.state()}
-    if states_differ:
-        put(f"{METHOD}-{rank:05d}", {"method": loop["method"]})
-    if trainer.parallel.sharding.keeps_sharded:
-        refuse_non_finite(trainer)
-        state, loop["optimizer"] = loop["optimizer"]["state"], {**loop["optimizer"], "state": {}}
-        put(f"{PARTS}-{rank:05d}", {"model": trained(trainer.models.unwrapped), "optimizer": state})
-    else:
-        with trainer.parallel.sharding.unsharded():
-            if trainer.parallel.is_main:
-                refuse_non_finite(trainer)
-                put("model", trained(trainer.models.unwrapped))
-    if trainer.parallel.is_main:
-        put("loop", loop)
-
-
-def refuse_non_finite(trainer: RunView) -> None:
-    """Raise a NonFiniteError if a weight is NaN or infinite, before a checkpoint or an export is made of it."""
-    weights = ((name, local(p)) for name, p in trainer.models.unwrapped.named_parameters())
-    broken = [name for name, part in weights if not part.isfinite().all()]
-    if broken:
-        raise NonFiniteError(
-            f"after step {trainer.progress.step} the weights are not finite in {', '.join(broken[:3])}; nothing was "
-            "saved or exported. Lower optimizer.lr, and resume from the previous checkpoint"
-        )
-
-
-def loop_state(trainer: RunView) -> dict[str, Any]:
-    """Return everything that further training depends on, except the model's weights and the store."""
-    return {
-        "progress": asdict(trainer.progress),
-        "method": trainer.state_dict(),
-        "hooks": trainer.hooks.state_dict(),
-        "health": trainer.health.state_dict(),
-        **trainer.models.state_dict(),
-    }
 
 
 def trained(model: nn.Module) -> dict[str, Tensor]:

@@ -92,10 +92,8 @@ class AccelerateTracker:
     @hookimpl
     def on_train_end(self, trainer: RunView) -> None:
         """Store the exported model if the settings say so, and close the tracker."""
-        from trainkit.runs.run import finished
-
         try:
-            if self._tracker is not None and getattr(self.settings, "log_model", False) and finished(trainer):
+            if self._tracker is not None and getattr(self.settings, "log_model", False) and trainer.run.finished():
                 assert trainer.run_dir is not None
                 self.store(trainer.run_dir / "model", "model")
         finally:

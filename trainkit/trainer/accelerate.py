@@ -212,7 +212,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
             sampling=self.sampling,
             scoring=self.scoring,
             sharing=self.sharing,
-            trunk=TrunkCache(self, self.models, self.run_state, self.store, self.progress),
+            trunk=TrunkCache(self, self.models, self.run.resumption, self.store, self.progress),
             encode_pairs=self.encode_preferences,
             scores_rollouts=lambda: self._scores_rollouts,
             samples_as_usual=lambda: self._samples_as_usual,

@@ -19,7 +19,6 @@ from trainkit.data import Batch, Rollouts, Row
 from trainkit.errors import ConfigError, RewardError
 from trainkit.models import Policy
 from trainkit.rollouts import name_of
-from trainkit.runs import run, saving
 from trainkit.runs.view import RunView
 from trainkit.trainer import dynamic
 from trainkit.trainer.ahead import AsyncCollector
@@ -67,7 +66,7 @@ class Collector:
         self.algorithm, self.view, self._inference = algorithm, view, inference
         self.parallel, self.progress, self.store, self.plan = view.parallel, view.progress, view.store, view.plan
         self.updater, self.recorder, self.last_step = view.updater, view.recorder, view.last_step
-        self.interruptible = view.run_state.stop.interruptible
+        self.interruptible = view.run.stop.interruptible
         self.batches = Minibatches(algorithm, view.plan, view.store, view.parallel, view.progress, view.last_step)
         """Which rows make up a minibatch."""
         self.offloading = ReferenceOffloading(algorithm, view.plan, view.models, before_offloading)
@@ -293,23 +292,23 @@ class Collector:
         beside_training = self.current.weights is not None  # the loop then stops between two steps
         if beside_training:
             return
-        signum, saves = run.requests(self.view)
+        signum, saves = self.view.run.requests()
         if saves:
             self._save_before_collection()
         if signum:
             self.store.clear()
-            run.stop(self.view, signum)
+            self.view.run.end_by(signum)
 
     def _save_before_collection(self) -> None:
         """Save the state before the collection that is being made; it is made again if the run resumes from there."""
         if self.last_step.before is None:  # the collection is made because a run resumes
-            self.view.run_state.stop.saves = True
+            self.view.run.stop.saves = True
             return
         progress = replace(self.progress)
         self.progress.become(self.last_step.before)
         try:
-            with self.store.emptied(), saving.unless_it_goes_on(self.view):
-                saving.save(self.view)
+            with self.store.emptied(), self.view.run.checkpoints.unless_it_goes_on():
+                self.view.run.checkpoints.save()
         finally:
             self.progress.become(progress)
 

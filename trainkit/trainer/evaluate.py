@@ -16,7 +16,6 @@ from trainkit.data.batches import columns_of
 from trainkit.errors import ConfigError, DataError, suggest
 from trainkit.functional import per_response
 from trainkit.rollouts import Record, means, measure
-from trainkit.runs import run
 from trainkit.runs.view import RunView
 from trainkit.seeding import placed
 from trainkit.trainer.returns import checked_batch
@@ -77,7 +76,7 @@ class Evaluator:
         """Evaluate if an evaluation is due and the run has data for it, and keep the best model."""
         data = self.algorithm.eval_rows or self.algorithm.eval_samples
         if due and data and self.config.train.eval_interval:
-            run.keep_best(self.view, self.algorithm.evaluate())
+            self.view.run.keep_best(self.algorithm.evaluate())
 
     def evaluate(self) -> dict[str, float]:
         """Return means by name; see `AcceleratedLoop.evaluate`."""
@@ -92,7 +91,7 @@ class Evaluator:
         samples: list[Record] = []
         row_limit = view.models.row_limit
         unchanged = nullcontext() if row_limit is None else row_limit.unchanged()
-        interruptible = view.run_state.stop.interruptible(self.collector.runs_alone)
+        interruptible = view.run.stop.interruptible(self.collector.runs_alone)
         with unchanged, self.recorder.discarding(), interruptible:
             if algorithm.eval_rows:
                 with self._sampling_model():
@@ -104,7 +103,7 @@ class Evaluator:
         at.evaluated, at.evaluation = at.step, dict(metrics)
         if view.parallel.is_main:
             hook.log_metrics(trainer=view, step=at.step, metrics=dict(metrics))
-        run.report_findings(view, view.health.evaluated(metrics))
+        view.run.report_findings(view.health.evaluated(metrics))
         hook.on_evaluate(trainer=view, step=at.step, metrics=dict(metrics), samples=samples)
         return metrics
 
@@ -132,7 +131,7 @@ class Evaluator:
         experience = checked_batch(self.algorithm, "prepare_step", self.algorithm.prepare_step(self.held_out))
 
         def measured(micro: Batch) -> m.Metrics:
-            self.view.run_state.stop.progressed()
+            self.view.run.stop.progressed()
             measures: m.Metrics = self.updater.measure(micro.to(self.view.parallel.device))[1]
             return measures
 
@@ -186,7 +185,7 @@ class RolloutEvaluator(Evaluator):
         return metrics, samples
 
     def _evaluate_at(self, overrides: dict[str, Any]) -> tuple[dict[str, float], list[Record]]:
-        parallel, stop, size = self.view.parallel, self.view.run_state.stop, self.config.rollout.batch_size
+        parallel, stop, size = self.view.parallel, self.view.run.stop, self.config.rollout.batch_size
         rows, shard = placed(self.algorithm.eval_rows), slice(parallel.rank, None, parallel.world)
         # over all processes' rows, so that none repeats; as `generate` does, which can repeat a response by its seed
         seeds = self.sampling.seeds(rows, "generate")[shard]

@@ -16,7 +16,6 @@ from trainkit.models.loading import check_frozen, check_tokens, count_virtual, l
 from trainkit.models.rope import fix_rope
 from trainkit.models.stored import store_frozen
 from trainkit.rollouts.replica import PRECISIONS
-from trainkit.runs import run
 from trainkit.runs.view import RunView
 from trainkit.seeding import global_rng
 from trainkit.trainer.models import Models
@@ -75,7 +74,7 @@ class FrozenModels:
             policy.row_limit = self.models.row_limit
         self.fix_rope(policy)
         self.store(model.requires_grad_(False), source, load_frozen_config(self.config.model, source, key))
-        run.check_frozen_models(self.view, policy)
+        self.view.run.resumption.check_frozen_models(policy)
         self.sharing.prepare(policy)
         return policy
 

@@ -26,13 +26,14 @@ from trainkit.plugins import get_trainer, hook_manager
 from trainkit.plugins.discovery import is_installed
 from trainkit.plugins.hooks import entry_name
 from trainkit.plugins.registry import is_tracker
-from trainkit.runs import Record, hub, run, saving
+from trainkit.runs import Record, hub
 from trainkit.runs.health import Health
 from trainkit.runs.history import History, overview
 from trainkit.runs.identity import Identity
 from trainkit.runs.parallel import Parallel
 from trainkit.runs.progress import Progress
-from trainkit.runs.view import RunState
+from trainkit.runs.run import Run
+from trainkit.runs.trackers import default_trackers
 from trainkit.trainer import offloading, optim
 from trainkit.trainer.base import BaseRLTrainer, overridden
 from trainkit.trainer.collect import Collector
@@ -99,10 +100,10 @@ class AcceleratedLoop(BaseRLTrainer[M]):
             config = config.evolve(train={"mixed_precision": precision})
         super().__init__(config, **kwargs)
         self.accelerator = make_accelerator(precision, config.train.timeout)
-        self.run_state = RunState(allow_drift=allow_drift)
-        """What the run keeps in this process besides its progress."""
+        self.run = Run(self, allow_drift=allow_drift)
+        """The run: its directory, checkpoints, exports, signals."""
         sharding = make_sharding(config.train.sharding, self.accelerator)
-        self.parallel = Parallel(self.accelerator, self.run_state.stop, sharding)
+        self.parallel = Parallel(self.accelerator, self.run.stop, sharding)
         """The processes of the run, and how they divide the model."""
         self.config = config = without_disabled_plugins(self.config, logs=self.parallel.is_main)
         use_fast_and_exact_kernels(self.parallel.device, precision)
@@ -118,7 +119,7 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         others = [entry for entry in config.train.trackers if entry not in trackers]
         self.hooks = hook_manager(
             [*own, *config.plugins, *(trackers if self.parallel.is_main else [])],
-            [*callbacks, *run.trackers(others, self.accelerator)],
+            [*callbacks, *(default_trackers(others) if self.parallel.is_main else [])],
         )
         self.identity = Identity(self, [*own, *map(entry_name, [*config.plugins, *trackers])])
         """What the run is made of, and when it began."""
@@ -340,8 +341,8 @@ class AcceleratedLoop(BaseRLTrainer[M]):
             )
         if self.config.train.save_best and not (self.eval_rows or self.eval_samples) and self.parallel.is_main:
             log.warning("train.save_best has no effect without evaluations; give eval_prompts or eval_samples")
-        with run.running(self):
-            if not run.finished(self):
+        with self.run.running():
+            if not self.run.finished():
                 self._evaluate_at_start()
                 for batch in self.collector.minibatches():
                     self._train_on(batch)
@@ -349,8 +350,8 @@ class AcceleratedLoop(BaseRLTrainer[M]):
                         break
                 if self.progress.unusable:  # the last collections had no step, at whose end this would be done
                     self.evaluator.evaluate_if(self.evaluator.missing)
-                    saving.save_if_due(self, self.done)
-                run.export(self)
+                    self.run.checkpoints.save_if_due(self.done)
+                self.run.export()
         hub.push_at_end(self)
 
     def _evaluate_at_start(self) -> None:
@@ -362,12 +363,12 @@ class AcceleratedLoop(BaseRLTrainer[M]):
     def _observe(self) -> bool:
         """Evaluate and save after a step, if that is due; return whether the run goes on."""
         self.evaluator.evaluate_if(self.evaluator.due)
-        if run.ends_early(self):
+        if self.run.ends_early():
             self.evaluator.evaluate_if(self.progress.evaluated != self.progress.step)
-        signum, saves = run.requests(self)
-        saving.save_if_due(self, self.done, asked=saves)
+        signum, saves = self.run.requests()
+        self.run.checkpoints.save_if_due(self.done, asked=saves)
         if signum and not self.done:
-            run.stop(self, signum)
+            self.run.end_by(signum)
         return not self.done
 
     def _train_on(self, batch: Batch) -> None:
@@ -381,16 +382,16 @@ class AcceleratedLoop(BaseRLTrainer[M]):
     def _log_step(self) -> dict[str, float]:
         """Log the metrics that were recorded since the last line of the log, and return them."""
         now = time.perf_counter()
-        self.progress.seconds, self.run_state.clock = self.progress.seconds + now - self.run_state.clock, now
+        self.progress.seconds, self.run.clock = self.progress.seconds + now - self.run.clock, now
         metrics = m.compute(self.recorder.take(), self.reduce)
         if self.parallel.is_main:
             self.hooks.hook.log_metrics(trainer=self, step=self.progress.step, metrics=dict(metrics))
-        run.report_findings(self, self.health.trained(metrics))
+        self.run.report_findings(self.health.trained(metrics))
         return metrics
 
     def begin(self) -> None:
         """Make the run directory or resume from a checkpoint, as `learn` does first; later calls have no effect."""
-        run.begin(self)
+        self.run.begin()
 
     def collect(self) -> None:
         """Fill the store with one collection of experience, and call the hook `on_experience`."""
@@ -486,7 +487,7 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         """
         if not isinstance(reason, str) or not reason.strip():
             raise ConfigError(f"trainer.stop(reason) logs why the run ends; given {describe(reason)}. Give a text")
-        self.run_state.stop.reason = self.run_state.stop.reason or reason
+        self.run.stop.reason = self.run.stop.reason or reason
 
     # --------------------------------------------------------------------------------------------------------- models
 
@@ -644,11 +645,11 @@ class AcceleratedLoop(BaseRLTrainer[M]):
     def save(self, directory: str | Path | None = None) -> Path:
         """Write a checkpoint now, by default to the run directory."""
         self.begin()
-        return saving.save(self, None if directory is None else Path(directory))
+        return self.run.checkpoints.save(None if directory is None else Path(directory))
 
     def load(self, directory: str | Path) -> None:
         """Restore everything from a checkpoint directory, or from the newest complete checkpoint under a directory."""
-        run.load(self, Path(directory))
+        self.run.resumption.load(Path(directory))
 
     def save_pretrained(self, directory: str | Path | None = None) -> Path:
         """Export the model, by default to the run directory, and return its directory.
@@ -657,7 +658,7 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         file. ``AutoModelForCausalLM.from_pretrained(directory)``, of an encoder-decoder ``AutoModelForSeq2SeqLM``,
         loads a model with equal logits.
         """
-        return run.export(self, directory)
+        return self.run.export(directory)
 
     def push_to_hub(
         self,

@@ -13,7 +13,6 @@ from trainkit.data import Prompts, Rollouts, Row, prompt_rows, written_prompts
 from trainkit.data.columns import without
 from trainkit.errors import ConfigError, DataError
 from trainkit.rollouts import RewardFn, score
-from trainkit.runs import run
 from trainkit.runs.view import RunView
 from trainkit.seeding import PLACE, placed, turn_seed
 from trainkit.trainer import generation
@@ -140,7 +139,7 @@ class Responder:
     def _next_places(self, rows: list[Row]) -> list[Row]:
         """Return rows with the next places among all that were generated; their random numbers follow from these."""
         if self.view.config.train.resume:
-            run.begin(self.view)  # the random numbers follow from the progress of the resumed run
+            self.view.run.begin()  # the random numbers follow from the progress of the resumed run
         first = self.view.progress.generated
         self.view.progress.generated += len(rows)
         return placed(rows, first)

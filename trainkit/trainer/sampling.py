@@ -30,9 +30,9 @@ from trainkit.rollouts import (
     Weights,
 )
 from trainkit.rollouts.engines import Ability, engine_class, start
-from trainkit.runs import saving
 from trainkit.runs.parallel import Parallel
 from trainkit.runs.progress import Progress
+from trainkit.runs.saving import trained
 from trainkit.seeding import Seen, episode_seeds, response_seeds, turn_seed
 from trainkit.trainer import generation
 from trainkit.trainer.models import Models
@@ -274,7 +274,7 @@ class Sampling:
         """The weights of the language model as they are now."""
         model = self.models.unwrapped.model
         changes = sum(tensor._version for tensor in (*model.parameters(), *model.buffers()))
-        return Weights(self.progress.step, lambda: self._lent(saving.trained(model)), changes)
+        return Weights(self.progress.step, lambda: self._lent(trained(model)), changes)
 
     def _lent(self, tensors: dict[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
         """Return the tensors for an engine, which may keep them; of divided ones, gathered copies one by one."""

@@ -9,7 +9,7 @@ import psutil
 
 from trainkit.data import Batch, RolloutStore, Sequences
 from trainkit.runs.progress import Progress
-from trainkit.runs.view import RunState
+from trainkit.runs.resuming import Resumption
 from trainkit.trainer.models import Models
 
 B = TypeVar("B", bound=Batch)
@@ -26,7 +26,7 @@ class TrunkCache:
     Args:
         algorithm: its `passes` are read, and whether its reference is the model's start.
         models: the policy.
-        run_state: what a run that is being resumed has decided.
+        resumption: what a run that is being resumed has decided.
         store: the rows of the collection.
         progress: keeps the decision.
     """
@@ -35,11 +35,11 @@ class TrunkCache:
         self,
         algorithm: Any,
         models: Models,
-        run_state: RunState,
+        resumption: Resumption,
         store: RolloutStore[Any],
         progress: Progress,
     ) -> None:
-        self.algorithm, self.models, self.run_state = algorithm, models, run_state
+        self.algorithm, self.models, self.resumption = algorithm, models, resumption
         self.store, self.progress = store, progress
         self.rows = 0
         """The rows of the collection at hand in this process, while experience is made of samples; or else 0."""
@@ -54,9 +54,9 @@ class TrunkCache:
         again = algorithm.passes != 1 or (algorithm.needs_reference and algorithm.chosen_reference is None)
         keeps_sharded = self.models.parallel.sharding.keeps_sharded
         keeps = bool(rows) and again and getattr(policy, "has_trunk", False) and not keeps_sharded
-        recorded = self.run_state.recorded_trunk
+        recorded = self.resumption.recorded_trunk
         self.progress.keeps_trunk = keeps if recorded is None else recorded
-        self.rows, self.run_state.recorded_trunk = rows, None
+        self.rows, self.resumption.recorded_trunk = rows, None
         self._checks_memory = recorded is None
 
     def add_to(self, batch: B) -> B:

@@ -476,7 +476,7 @@ def test_a_run_resumes_where_it_was_saved(tmp_path: Path) -> None:
     model, _ = made()
     longer = arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=6, lr_scheduler_type="constant")
     again = DPOTrainer(model, args=longer, train_dataset=PAIRS, tokenizer=tokenizer)
-    again.trainer.run_state.allow_drift = True
+    again.trainer.run.allow_drift = True
     assert again.train(resume_from_checkpoint=True).global_step == 6
     assert len([each for each in again.state.log_history if "loss" in each]) == 2
 

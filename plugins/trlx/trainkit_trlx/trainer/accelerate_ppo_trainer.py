@@ -348,7 +348,7 @@ class AcceleratePPOTrainer(Computed):
         trainer.models.build()
         size, world, rank = self.config.method.chunk_size, trainer.parallel.world, trainer.parallel.rank  # type: ignore[attr-defined]
         first = trainer.progress.cursor
-        if not trainer.run_state.learning:  # prompts of a later epoch, so that no response is that of a collection
+        if not trainer.run.learning:  # prompts of a later epoch, so that no response is that of a collection
             first, self._drawn = EARLIER * len(trainer.pipeline) + self._drawn, self._drawn + num_rollouts * world
         rows = trainer.pipeline.take(first, num_rollouts * world, rank=rank, world=world)
         with trainer.inference():
