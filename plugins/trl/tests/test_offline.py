@@ -375,7 +375,8 @@ def test_a_model_is_loaded_with_the_type_of_its_weights(tmp_path: Path) -> None:
 def test_every_argument_of_transformers_that_trl_knew_is_taken() -> None:
     """Those that transformers no longer has are in the table too: each is translated, refused or without effect."""
     known = {path.partition(".")[2] for path in framework("trl").settings if path.startswith("TrainingArguments.")}
-    assert known <= {field.name for field in fields(RewardConfig)}
+    newer = {"activation_checkpointing", "activation_checkpointing_kwargs"}  # than the oldest transformers
+    assert known - newer <= {field.name for field in fields(RewardConfig)}
     assert RewardConfig("out", report_to="none", sharded_ddp="", past_index=-1).fp16_opt_level == "O1"
 
 

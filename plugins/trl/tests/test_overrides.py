@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import PartialState
 from datasets import Dataset
 from tensorboard.backend.event_processing import event_accumulator
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, TrainingArguments
@@ -265,6 +266,7 @@ def test_what_a_loss_of_ones_own_would_lose_is_refused(given: Any, words: str, t
 
 
 def test_a_loss_of_ones_own_needs_a_single_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    PartialState()  # otherwise accelerate would connect to a second process, and leave its own variables behind
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="overrides compute_loss, which is called in a single process alone"):
         made(tripled(DPOTrainer), tmp_path)
