@@ -33,8 +33,9 @@ from trainkit.data import Batch, Sequences, TokenBatch
 from trainkit.data.batches import BATCH_CLASSES
 from trainkit.errors import CheckpointError, ConfigError, EpisodeError, HookError, RewardError
 from trainkit.models import CausalPolicy
-from trainkit.runs import checkpoint, find_fault, newest_whole, read_state, saving, write_state
+from trainkit.runs import checkpoint, find_fault, newest_whole, read_state, write_state
 from trainkit.runs.checkpoint import MANIFEST, Packer, unpack
+from trainkit.runs.saving import Checkpoints
 from trainkit.testing import tiny_gpt2
 from trainkit.testing.trainers import SAMPLES, Letters, count_first_letters, tiny_trainer
 
@@ -1125,8 +1126,8 @@ def test_no_checkpoint_is_left_that_is_not_wanted_or_there_already(
     assert ends("before the first step", 1) == []
     assert ends("wanted", 3) == ["step_00000002"]
     saves: list[int] = []
-    honest = saving.save
-    monkeypatch.setattr(saving, "save", lambda trainer: [saves.append(trainer.progress.step), honest(trainer)][1])
+    honest = Checkpoints.save
+    monkeypatch.setattr(Checkpoints, "save", lambda self: [saves.append(self.view.progress.step), honest(self)][1])
     assert ends("there", 3, train__save_interval=2) == ["step_00000002"]
     assert saves == [2]
 
