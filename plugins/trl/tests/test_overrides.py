@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from accelerate import PartialState
 from datasets import Dataset
 from tensorboard.backend.event_processing import event_accumulator
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, TrainingArguments
@@ -266,8 +266,8 @@ def test_what_a_loss_of_ones_own_would_lose_is_refused(given: Any, words: str, t
 
 
 def test_a_loss_of_ones_own_needs_a_single_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    PartialState()  # otherwise accelerate would connect to a second process, and leave its own variables behind
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    seen = SimpleNamespace(environ={"WORLD_SIZE": "2"})  # accelerate would wait for the second process
+    monkeypatch.setattr("trainkit_trl.trainer.calling.os", seen)
     with pytest.raises(ConfigError, match="overrides compute_loss, which is called in a single process alone"):
         made(tripled(DPOTrainer), tmp_path)
 
