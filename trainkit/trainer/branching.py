@@ -62,11 +62,11 @@ class _Part:
 
     @property
     def ids(self) -> list[int]:
-        return self.rollouts.responses[self.row][: self.count].tolist()  # type: ignore[no-any-return]
+        return self.rollouts.responses[self.row][: self.count].tolist()
 
     @property
     def query(self) -> list[int]:
-        return self.rollouts.queries[self.row].tolist()  # type: ignore[no-any-return]
+        return self.rollouts.queries[self.row].tolist()
 
     @property
     def complete(self) -> bool:
