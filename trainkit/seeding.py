@@ -129,6 +129,28 @@ def episode_seeds(
     return seeds
 
 
+def branch_seeds(
+    seed: int,
+    purpose: str,
+    rows: Sequence[Mapping[str, Any]],
+    queries: Sequence[Sequence[int]],
+    prefixes: Sequence[Sequence[int]],
+    seen: Seen,
+) -> list[int]:
+    """Return the seed of another ending of each row's response, which begins with the token ids of its prefix.
+
+    It is derived from what identifies the row, as in `response_seeds`, the ids of the prefix, and the number of the
+    ending among those of the same row and prefix. ``seen`` counts them, and is updated in place.
+    """
+    seeds = []
+    for row, query, prefix in zip(rows, queries, prefixes, strict=True):
+        of_row = response_seeds(seed, f"{purpose} branch", [row], [query])[0]
+        number = seen[of_row, *prefix]
+        seen[of_row, *prefix] += 1
+        seeds.append(derive_seed(of_row, "ending", number, *prefix))
+    return seeds
+
+
 def placed(rows: Iterable[Mapping[str, Any]], first: int = 0) -> list[dict[str, Any]]:
     """Return the rows with places from position ``first`` on; rows with a column ``seed`` get none."""
     copies = [{key: value for key, value in row.items() if key != PLACE} for row in rows]

@@ -30,6 +30,7 @@ from trainkit.runs.health import Health
 from trainkit.seeding import PLACE, SEEDED
 from trainkit.trainer import generation
 from trainkit.trainer.base import overridden
+from trainkit.trainer.branching import branch
 from trainkit.trainer.collect import RolloutCollector
 from trainkit.trainer.correction import Correction
 from trainkit.trainer.evaluate import RolloutEvaluator
@@ -439,6 +440,28 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
             self.record({"environment/turns": m.Mean.of(turns), "environment/failures": m.Mean.of(rollouts.failed)})
         return rollouts
 
+    def branch(self, rollouts: Rollouts, lengths: Sequence[int] | Tensor, **overrides: Any) -> Rollouts:
+        """Sample another ending of each response, which goes on after the first ``lengths[b]`` of its tokens.
+
+        The tokens before it keep their log-probabilities. For several endings of one response, give it several times
+        (``rollouts.select``). A response that has ended within these tokens is returned as it is.
+
+        The random numbers of an ending follow from the run's seed, its row, the tokens that are kept, and the number of
+        the ending among those of both in the collection. The other responses of the call have no effect.
+
+        Args:
+            rollouts: responses that were sampled for training.
+            lengths: how many tokens of each response are kept [B].
+            **overrides: sampling settings over those of ``config.rollout``. ``max_new_tokens`` and ``min_new_tokens``
+                count the tokens that are kept; stop strings are looked for in the ending.
+
+        Raises:
+            ConfigError: the responses are those of an environment or an encoder-decoder.
+            ValueError: ``lengths`` has another number of elements, or a negative one.
+        """
+        counts = [int(length) for length in lengths]
+        return branch(self.sampling, rollouts, counts, self.settings(**overrides), "train", self.collector.current.seen)
+
     @property
     def sampler(self) -> Sampler:
         """What turns prompts into rollouts: the sampler of a plugin's ``make_sampler``, or the engine's."""
@@ -471,7 +494,10 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
 
     def sample_and_score(self, rows: list[Row]) -> tuple[Rollouts, Tensor]:
         """Sample a response to each row, and return the rollouts with their scores [B] or [B, T]."""
+        sampled = self.collector.current.rollouts
+        before = len(sampled)
         rollouts = self.sample(rows)
+        sampled[before:] = [replace(rollouts, hidden=None)]  # hooks see what is scored, if that is made of several
         scores = self.score(rollouts)
         self.scoring.record_scored(rollouts, scores)
         return replace(rollouts, judged=self.scoring.judged(rollouts, scores)), scores

@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
 from trainkit import AccelerateRLTrainer, MethodConfig, Rollouts, Row, TokenBatch, register_trainer
 from trainkit.functional import leave_one_out, masked_sum, per_response
 from trainkit.metrics import Mean, Metrics
-from trainkit.rollouts import assemble
 from trainkit.seeding import PLACE
 
 
@@ -56,44 +54,15 @@ class TreeTrainer(AccelerateRLTrainer[TreeConfig]):
 
     def sample(self, rows: list[Row], **overrides: Any) -> Rollouts:
         """Sample a branch for each row, after the stem that all rows of its prompt have."""
-        limit = self.settings(**overrides).max_new_tokens
-        if limit <= self.method.stem or self.environment is not None:
+        stem = self.method.stem
+        if self.settings(**overrides).max_new_tokens <= stem or self.environment is not None:
             return super().sample(rows, **overrides)
         owners = [(str(row["prompt"]), row.get("seed", place(row))) for row in rows]
         different = [*dict.fromkeys(owners)]  # a part of a collection has some of the rows of a prompt
-        drawn = self.generate(
-            [{"prompt": prompt, "seed": seed} for prompt, seed in different],
-            **{**overrides, "max_new_tokens": self.method.stem},
-        )
-        stems = drawn.select([different.index(owner) for owner in owners])
-        begun = [torch.cat([query, stem]) for query, stem in zip(stems.queries, stems.responses, strict=True)]
-        longer = [{**row, "prompt": ids} for row, ids in zip(rows, begun, strict=True)]
-        branches = super().sample(longer, **{**overrides, "max_new_tokens": limit - self.method.stem})
-        parts = list(zip(*(self.numbers(part) for part in (stems, branches)), stems.terminated.tolist(), strict=True))
-        whole = assemble(
-            self.tokenizer,
-            rows,
-            [query.tolist() for query in stems.queries],
-            [[*stem[0], *([] if ended else branch[0])] for stem, branch, ended in parts],
-            terminated=stems.terminated | branches.terminated,
-            logprobs=torch.tensor(
-                [x for stem, branch, ended in parts for x in [*stem[1], *([] if ended else branch[1])]],
-                device=stems.terminated.device,
-            ),
-            stops=[],
-            skip_special_tokens=True,
-        )
-        self.collector.current.rollouts[-1:] = [whole]
-        return whole
-
-    def numbers(self, rollouts: Rollouts) -> list[tuple[list[int], list[float]]]:
-        """Return the ids of each response, and their log-probabilities."""
-        mask, logprobs = rollouts.sequences.response_mask, rollouts.logprobs
-        assert logprobs is not None, "trainkit's sampler gives them"
-        return [
-            (ids.tolist(), own[keep].tolist())
-            for ids, own, keep in zip(rollouts.responses, logprobs, mask, strict=True)
-        ]
+        prompts = [{"prompt": prompt, "seed": seed} for prompt, seed in different]
+        stems = self.generate(prompts, **{**overrides, "max_new_tokens": stem})
+        stems = replace(stems.select([different.index(owner) for owner in owners]), rows=rows)
+        return self.branch(stems, [stem] * len(rows), **overrides)
 
     def experience(self, rollouts: Rollouts, scores: Tensor) -> TreeBatch:
         """Return the scores [B] in place of advantages."""

@@ -1,0 +1,120 @@
+"""Other endings of responses: sampling goes on after some of their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from trainkit.config import SamplingConfig
+from trainkit.data import Rollouts
+from trainkit.errors import ConfigError, describe
+from trainkit.rollouts import Purpose, assemble
+from trainkit.seeding import Seen, branch_seeds, turn_seed
+from trainkit.trainer.sampling import Sampling
+
+
+def branch(
+    sampling: Sampling,
+    rollouts: Rollouts,
+    lengths: Sequence[int],
+    settings: SamplingConfig,
+    purpose: Purpose,
+    seen: Seen,
+) -> Rollouts:
+    """Sample another ending of each response; see `AccelerateRLTrainer.branch`."""
+    if sampling.environment is not None or sampling.text.is_encoder_decoder:
+        what = "an encoder-decoder" if sampling.environment is None else "an environment, whose state is not copied,"
+        raise ConfigError(f"responses of {what} cannot be continued from a token within them")
+    if len(lengths) != len(rollouts) or min(lengths, default=0) < 0:
+        raise ValueError(f"lengths should be {len(rollouts)} numbers of tokens, from 0 on; given {describe(lengths)}")
+    limit, ended = settings.max_new_tokens, rollouts.terminated.tolist()
+    kept = [min(length, limit, len(ids)) for ids, length in zip(rollouts.responses, lengths, strict=True)]
+    complete = [end and count == len(ids) for end, count, ids in zip(ended, kept, rollouts.responses, strict=True)]
+    open_rows = [row for row, count in enumerate(kept) if count < limit and not complete[row]]
+    parts = [_Part(rollouts, row, count) for row, count in enumerate(kept)]
+    endings = _endings(sampling, [parts[row] for row in open_rows], settings, purpose, seen)
+    pairs: list[list[_Part]] = [[part] for part in parts]
+    for row, ending in zip(open_rows, endings, strict=True):
+        pairs[row].append(ending)
+        complete[row] = ending.complete
+    return assemble(
+        sampling.text.tokenizer,
+        rollouts.rows,
+        [ids.tolist() for ids in rollouts.queries],
+        [[token for part in pair for token in part.ids] for pair in pairs],
+        terminated=torch.tensor(complete, device=rollouts.terminated.device),
+        logprobs=_of_tokens("logprobs", pairs),
+        entropy=_of_tokens("entropy", pairs),
+        hidden=_of_tokens("hidden", pairs),
+        versions=rollouts.versions,
+        stops=settings.stop_sequences,
+        skip_special_tokens=sampling.config.rollout.skip_special_tokens,
+    )
+
+
+class _Part:
+    """The first tokens of a response."""
+
+    def __init__(self, rollouts: Rollouts, row: int, count: int) -> None:
+        self.rollouts, self.row, self.count = rollouts, row, count
+
+    @property
+    def ids(self) -> list[int]:
+        return self.rollouts.responses[self.row][: self.count].tolist()
+
+    @property
+    def query(self) -> list[int]:
+        return self.rollouts.queries[self.row].tolist()
+
+    @property
+    def complete(self) -> bool:
+        """Whether these are all tokens of a response that has ended."""
+        return bool(self.rollouts.terminated[self.row]) and len(self.rollouts.responses[self.row]) <= self.count
+
+    def of_tokens(self, name: str) -> Tensor | None:
+        """Return the field ``name`` of the tokens [count, *]; None if it is unknown."""
+        values = getattr(self.rollouts, name)
+        if values is None:
+            return None
+        kept: Tensor = values[self.row][self.rollouts.sequences.response_mask[self.row]][: self.count]
+        return kept
+
+
+def _of_tokens(name: str, pairs: list[list[_Part]]) -> Tensor | None:
+    """Return the field ``name`` of the tokens of all parts [N, *]; None if it is not known of all."""
+    values = [part.of_tokens(name) for pair in pairs for part in pair]
+    known = [value for value in values if value is not None]
+    return torch.cat(known) if known and len(known) == len(values) else None
+
+
+def _endings(
+    sampling: Sampling, prefixes: list[_Part], settings: SamplingConfig, purpose: Purpose, seen: Seen
+) -> list[_Part]:
+    """Sample what follows each prefix, up to the limit of the whole response.
+
+    All are sampled in one call, and cut, if the limits allow it; otherwise those of equal length are.
+    """
+    rows = [part.rollouts.rows[part.row] for part in prefixes]
+    queries, ids = [part.query for part in prefixes], [part.ids for part in prefixes]
+    seeds = branch_seeds(sampling.config.train.seed, purpose, rows, queries, ids, seen)
+    limit, shortest = settings.max_new_tokens, min((part.count for part in prefixes), default=0)
+    longest = max((len(query) + part.count for query, part in zip(queries, prefixes, strict=True)), default=0)
+    together = not settings.min_new_tokens and sampling.text.fits(longest, limit - shortest)
+    calls: dict[int, list[int]] = {}
+    for index, part in enumerate(prefixes):
+        calls.setdefault(shortest if together else part.count, []).append(index)
+    endings: dict[int, _Part] = {}
+    for start, members in calls.items():
+        changes = {"max_new_tokens": limit - start, "min_new_tokens": max(settings.min_new_tokens - start, 0)}
+        sampled = sampling.respond(
+            [rows[index] for index in members],
+            [queries[index] + ids[index] for index in members],
+            settings.model_copy(update=changes),
+            purpose,
+            [turn_seed(seeds[index], 0) for index in members],
+        )
+        for at, index in enumerate(members):
+            endings[index] = _Part(sampled, at, limit - prefixes[index].count)
+    return [endings[index] for index in range(len(prefixes))]
