@@ -18,7 +18,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils.generic import ModelOutput
 
 from trainkit import models
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, describe
 from trainkit.models import (
     ValueBranch,
     ValueHead,
@@ -28,6 +28,7 @@ from trainkit.models import (
     state_width,
     with_adapter,
 )
+from trainkit_trlx.overrides import own_class, remembered, replaced
 from trainkit_trlx.utils.modeling import (
     hf_get_decoder_blocks,
     hf_get_decoder_final_norm,
@@ -85,6 +86,37 @@ def checkpoint(path: str | Path) -> dict[str, Tensor]:
     for file in files:
         state |= torch.load(file, map_location="cpu", weights_only=True)
     return state if any(name.startswith((BASE, HEADS, f"{HEAD}0.", f"{HEAD}decoder_blocks.")) for name in state) else {}
+
+
+INSTEAD = (
+    "trainkit runs the language model and its heads itself; override forward of the language model, base_model, or "
+    "derive the trainer from AccelerateRLTrainer, whose loop calls the model"
+)
+
+
+def checked_model(model: Any, heads: Mapping[str, type[Any]]) -> Any:
+    """Return a model of the user, if trainkit calls all that is theirs in it.
+
+    Args:
+        model: a model of trlX, or of transformers.
+        heads: the classes of the modules that it has besides the language model, by their names.
+
+    Raises:
+        ConfigError: a function of its class or of a head would not be called.
+    """
+    parts = {name: getattr(model, name) for name in heads if hasattr(model, name)}
+    for name, part in parts.items():
+        if not isinstance(part, heads[name]):
+            raise ConfigError(
+                f"{name} of the model is {describe(part)}, which would not be trained; give a "
+                f"{heads[name].__module__}.{heads[name].__qualname__}, whose weights you may set, or derive the "
+                "trainer from AccelerateRLTrainer, whose loop calls the model"
+            )
+    for each in (model, *parts.values()):
+        for name in replaced(each) if own_class(type(each)) is not object else ():
+            if name != "post_init":  # called while the model is made
+                raise ConfigError(f"{type(each).__name__}.{name} would not be called: {INSTEAD}")
+    return model
 
 
 def load(module: nn.Module, state: Mapping[str, Tensor], where: str) -> None:
@@ -368,6 +400,7 @@ class OfTrlx:
         return self.pretrained_model.generate(*args, **kwargs)
 
 
+@remembered
 class PreTrainedModelWrapper(OfTrlx, models.PreTrainedModelWrapper):
     """Base class of the models with a value head."""
 
@@ -428,20 +461,24 @@ class Hydra(PreTrainedModelWrapper):
         return outputs if return_dict else outputs.logits
 
 
+@remembered
 class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper, models.AutoModelForCausalLMWithValueHead):  # type: ignore[misc]
     """A causal language model with a value head."""
 
 
+@remembered
 class AutoModelForCausalLMWithHydraValueHead(Hydra, models.AutoModelForCausalLMWithValueHead):  # type: ignore[misc]
     """A causal language model with a value head and a frozen branch."""
 
 
+@remembered
 class AutoModelForSeq2SeqLMWithValueHead(PreTrainedModelWrapper, models.AutoModelForSeq2SeqLMWithValueHead):  # type: ignore[misc]
     """An encoder-decoder with a value head."""
 
     output_class = Seq2SeqLMOutputWithValue
 
 
+@remembered
 class AutoModelForSeq2SeqLMWithHydraValueHead(Hydra, models.AutoModelForSeq2SeqLMWithValueHead):  # type: ignore[misc]
     """An encoder-decoder with a value head and a frozen branch of its decoder."""
 

@@ -19,6 +19,7 @@ from trainkit.models import has_adapter
 from trainkit_trlx.data.ilql_types import ILQLBatch, ILQLSeq2SeqBatch
 from trainkit_trlx.data.method_configs import MethodConfig, register_method
 from trainkit_trlx.models.modeling_base import BASE, HEADS, adapted, arguments, base_from, checkpoint, load, under
+from trainkit_trlx.overrides import remembered
 from trainkit_trlx.utils.modeling import flatten_dict, get_tensor_stats, make_head
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def batched_index_select(x: Tensor, idxs: Tensor, dim: int) -> Tensor:
     return x.gather(dim, idxs.view(view).expand(shape))
 
 
+@remembered
 class ILQLHeads(nn.Module):
     """V, one or two Q, and their targets, with the names of trlX.
 
@@ -180,6 +182,7 @@ class Seq2SeqILQLOutput(CausalILQLOutput):
     encoder_outputs: Any = None
 
 
+@remembered
 class AutoModelForCausalLMWithILQLHeads(nn.Module):
     """A causal language model with the heads of ILQL, for checkpoints of trlX and loops of one's own.
 
@@ -330,6 +333,7 @@ class AutoModelForCausalLMWithILQLHeads(nn.Module):
         return choice.continued(step, input_ids, mask, past_key_values, length)
 
 
+@remembered
 class AutoModelForSeq2SeqLMWithILQLHeads(AutoModelForCausalLMWithILQLHeads):
     """An encoder-decoder with the heads of ILQL on its decoder."""
 
