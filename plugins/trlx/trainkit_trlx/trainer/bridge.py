@@ -60,7 +60,7 @@ class Bridge:
 
     def loss(self, batch: Any) -> tuple[Tensor, Any]:
         """Return the loss and the metrics of a batch; those of the user if they have a loss of their own."""
-        if not self.outer.overrides("loss") and "loss" not in self.outer.own_of_method:
+        if not self.outer.has_own_loss:
             return self.measured_loss(self.of_method(batch))
         given = self.as_trlx(batch)
         given.experience = batch

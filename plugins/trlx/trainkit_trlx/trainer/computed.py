@@ -196,6 +196,11 @@ class Computed(AccelerateRLTrainer):
         """The functions of the settings of the method that the user has replaced, of those that `loss` calls."""
         return replaced(self.config.method, self.of_method)
 
+    @property
+    def has_own_loss(self) -> bool:
+        """Whether the loss is the user's, of the trainer or of the settings of the method."""
+        return self.overrides("loss") or "loss" in self.own_of_method
+
     # ------------------------------------------------------------------------------------------------- construction
 
     @property
@@ -238,7 +243,8 @@ class Computed(AccelerateRLTrainer):
         found["method"] = {each.name: found["method"].get(each.name) for each in dataclasses.fields(method)}
         model = found["model"]["model_path"]
         found["fields"] = model.to_dict() if isinstance(model, PreTrainedConfig) else {}
-        return {**found, "name": method, **{name: self._changed(name) for name in self._generation}}
+        found |= {"name": method, "loss": self.has_own_loss}
+        return found | {name: self._changed(name) for name in self._generation}
 
     def _translated(self) -> Any:
         """Return the configuration of trainkit, without the model and the directory."""
@@ -264,7 +270,7 @@ class Computed(AccelerateRLTrainer):
                 callbacks += renaming_trackers(entries, self.named)
         if "tokenizer" in given:
             translated = translated.evolve(tokenizer={"tokenizer_path": None})
-        return self.trainer_class(
+        made = self.trainer_class(
             translated,
             outer=self,
             reward_fn=taking(self.reward_fn, "reward_fn", self._separator),
@@ -274,6 +280,9 @@ class Computed(AccelerateRLTrainer):
             callbacks=callbacks,
             **given,
         )
+        if self.has_own_loss and hasattr(made.parallel.sharding, "averages_manually"):
+            made.parallel.sharding.averages_manually = True  # such a loss may run the model around DDP
+        return made
 
     def _with_model(self, translated: Any, given: dict[str, Any]) -> Any:
         """Return the configuration with the model: a path, the fields of a config, or none if ``given`` gets one."""
