@@ -14,8 +14,9 @@ import torch
 from transformers import GPT2Config, T5Config
 from trlx_runs import DIALOGUES, enter, rewards, run, small, untrained, weights
 
+import trainkit_trlx as trlx
 from tables import table
-from trainkit.errors import ConfigError, DataError
+from trainkit.errors import CheckpointError, ConfigError, DataError
 from trainkit.models import ValueHead
 from trainkit_trlx.data.configs import TRLConfig
 from trainkit_trlx.data.default_configs import default_ilql_config, default_ppo_config, default_sft_config
@@ -221,6 +222,40 @@ def test_make_experience_of_an_encoder_decoder_is_called() -> None:
 
     config = small(default_ilql_config, train={"trainer": "OfEncoders"})
     assert run(config.evolve(model={"model_path": t5, "model_arch_type": "seq2seq"})).given == (16, 16)
+
+
+def test_a_loss_of_ones_own_gets_as_many_rows_as_in_trlx() -> None:
+    """A whole batch, unless there is a minibatch_size; trainkit would divide this one by its tokens."""
+    rows: list[int] = []
+
+    @register_trainer
+    class Counting(AccelerateSFTTrainer):
+        def loss(self, batch: Any) -> Any:
+            rows.append(len(batch["input_ids"]))
+            return super().loss(batch)
+
+    changes = {"trainer": "Counting", "batch_size": 300, "seq_length": 16, "total_steps": 1, "minibatch_size": None}
+    trlx.train(samples=[["a", "bcdefghabcdefg"]] * 300, config=small(default_sft_config, train=changes))
+    assert rows == [300]
+
+
+def test_a_checkpoint_is_loaded_by_its_name_in_trlx_also_with_other_settings() -> None:
+    trainer = run(small(default_sft_config, train={"checkpoint_interval": 1}))
+    config = small(default_sft_config, optimizer={"kwargs": {"lr": 1e-3}})
+    with pytest.raises(CheckpointError, match=r"(?s)optimizer\.lr.*allow_drift=True"):
+        loaded(config)
+    again = loaded(config, allow_drift=True)
+    assert again.iter_count == 1
+    assert trainer.iter_count == 2
+    with pytest.raises(ConfigError, match=r"load\(\) takes the directory alone, and is given strict"):
+        again.load("run/checkpoint_1", strict=False)
+
+
+def loaded(config: TRLConfig, **kwargs: Any) -> Any:
+    trainer = AccelerateSFTTrainer(config)
+    trainer.make_experience(DIALOGUES, 16)
+    trainer.load("run/checkpoint_1", **kwargs)
+    return trainer
 
 
 # ----------------------------------------------------------------------------------------------------------- models

@@ -28,6 +28,7 @@ from trainkit_trlx.trainer import register_trainer
 from trainkit_trlx.trainer.accelerate_base_trainer import AccelerateRLTrainer
 from trainkit_trlx.trainer.accelerate_ppo_trainer import AcceleratePPOTrainer
 from trainkit_trlx.trainer.accelerate_sft_trainer import AccelerateSFTTrainer
+from trainkit_trlx.utils.modeling import whiten
 
 torch.set_num_threads(1)
 world, said = int(os.environ.get("WORLD_SIZE", 1)), {}
@@ -103,6 +104,7 @@ trainer = trlx.train(
     metric_fn=lambda samples, **_: {"count": [float(len(samples))] * len(samples)},
 )
 said["plain"] = numbers(trainer.accelerator.unwrap_model(trainer.model))
+said["white"] = whiten(torch.arange(4.0).chunk(world)[int(os.environ.get("RANK", 0))])[0].item()
 said["count"] = trainer.evaluate()["metrics/count"]
 with open(f"said-{world}-{os.environ.get('RANK', 0)}.json", "w") as file:  # lines of processes can run together
     json.dump(said, file)
@@ -127,8 +129,10 @@ def test_trainers_of_ones_own_train_on_two_processes(tmp_path: Path) -> None:
     launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"]
     launch += ["--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"]
     (alone,), both = run(tmp_path), run(tmp_path, *launch)
+    white = [said.pop("white") for said in (alone, *both)]
     assert both[0] == both[1]
-    assert [both[0][name] for name in ("ppo", "ilql", "around")] == [
-        pytest.approx(alone[name], rel=1e-6) for name in ("ppo", "ilql", "around")
-    ]
+    for name in ("ppo", "ilql", "around"):
+        assert both[0][name] == pytest.approx(alone[name], rel=1e-6), name
+    assert white[0] == white[1] == pytest.approx(-1.5 / (5 / 3) ** 0.5)  # 0 to 3: mean 1.5, variance 5 / 3
+    assert white[2] == pytest.approx(0.5 / (5 / 3) ** 0.5)
     assert both[0]["count"] == alone["count"] == 3  # the responses of both processes, each once

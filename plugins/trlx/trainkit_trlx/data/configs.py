@@ -22,12 +22,15 @@ from trainkit_trlx.overrides import own_class
 log = logging.getLogger(__name__)
 
 
-def merge(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``base`` with nested changes; neither is modified."""
+def merge(base: dict[str, Any], update: Mapping[str, Any], updated: set[str] | None = None) -> dict[str, Any]:
+    """Return ``base`` with nested changes; neither is modified. ``updated`` gets the names of what has changed."""
     found = dict(base)
-    for key, value in changes.items():
+    for key, value in update.items():
         old = found.get(key)
-        found[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, Mapping) else value
+        nested = isinstance(old, dict) and isinstance(value, Mapping)
+        found[key] = merge(old, value, updated) if nested else value  # type: ignore[arg-type]
+        if updated is not None:
+            updated.add(key)
     return found
 
 

@@ -243,11 +243,97 @@ class Seq2SeqLMOutputWithValue(ModelOutput):
     value: Tensor | None = None
 
 
-class OfTrlx:
-    """What the models of trlX have besides those of trainkit, before which it stands in the order of inheritance.
+@remembered
+class PreTrainedModelWrapper(models.PreTrainedModelWrapper):
+    """Base class of the models of trlX: a language model, ``base_model``, and heads."""
 
-    The value head is Linear, ReLU, Linear. It begins with values of 0, unlike in trlX. With
-    ``num_value_layers_unfrozen`` it reads the states of ``critic``, a trained copy of the upper layers.
+    def __init__(self, base_model: Any = None, peft_config: Any = None, **kwargs: Any) -> None:
+        super().__init__(adapted(base_model, peft_config), **kwargs)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: Any,
+        revision: str | None = None,
+        peft_config: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Self:
+        """Load a model as trainkit does; or a checkpoint of trlX, with the weights of its heads and branches.
+
+        Args:
+            pretrained_model_name_or_path: a hub id or a directory, or a live model.
+            revision: the revision on the hub.
+            peft_config: an adapter to add.
+            *args: passed to transformers.
+            **kwargs: those of the class; ``is_trainable=True`` makes an adapter that is loaded trainable; others are
+                passed to transformers.
+        """
+        path = pretrained_model_name_or_path
+        state = checkpoint(path) if isinstance(path, str | Path) else {}
+        base = base_from(path, state, cls.transformers_parent_class)
+        given = {**cls.arguments_of(state), "peft_config": peft_config, **kwargs}
+        if revision is not None:
+            given["revision"] = revision
+        made = super().from_pretrained(base, *args, **given)
+        if base is not path:  # otherwise the heads are loaded
+            made.post_init(state)
+        return made
+
+    @classmethod
+    def arguments_of(cls, state_dict: Mapping[str, Tensor]) -> dict[str, Any]:  # noqa: ARG003
+        """Return the arguments of the class that the weights of a checkpoint of trlX show."""
+        return {}
+
+    @property
+    def base_model(self) -> Any:
+        """The language model."""
+        return self.pretrained_model
+
+    def state_dict(self, *, heads_only: bool = False, **kwargs: Any) -> Any:
+        """Return all weights, named as in transformers, those of a model with an adapter too, and those of the heads.
+
+        With ``heads_only``, return what is not the model's alone.
+        """
+        state = super().state_dict(**kwargs)
+        if heads_only:
+            return {name: tensor for name, tensor in state.items() if name.split(".")[0] in self.supported_modules}
+        if has_adapter(self.base_model):
+            self.base_model.state_dict(destination=state, **kwargs)
+        return state
+
+    @property
+    def is_loaded_in_8bit(self) -> bool:
+        """Whether the weights of the language model have 8 bits."""
+        return bool(getattr(self.base_model, "is_loaded_in_8bit", False))
+
+    @property
+    def forward_kwargs(self) -> list[str]:
+        """The arguments of the forward pass of the language model."""
+        return list(arguments(self.base_model).parameters)
+
+    @classmethod
+    def from_config(cls, config: PreTrainedConfig, peft_config: Any = None, **kwargs: Any) -> Self:
+        """Make a model with random weights."""
+        made = cls.transformers_parent_class.from_config(config)
+        return cls.from_pretrained(made, None, peft_config, **kwargs)
+
+    def get_compatible_forward_kwargs(self, **kwargs: Any) -> dict[str, Any]:
+        """Return those of the arguments that the language model takes."""
+        known = arguments(self.base_model).parameters
+        return {name: value for name, value in kwargs.items() if name in known}
+
+    @property
+    def peft_type(self) -> str | None:
+        """The type of the adapter; None without one."""
+        config = getattr(self.base_model, "peft_config", {}).get("default")
+        return None if config is None else str(getattr(config.peft_type, "value", config.peft_type))
+
+
+class WithValueHead(PreTrainedModelWrapper):
+    """A model with a value head, Linear, ReLU, Linear. It begins with values of 0, unlike in trlX.
+
+    With ``num_value_layers_unfrozen`` the head reads the states of ``critic``, a trained copy of the upper layers.
     """
 
     output_class: type[Any] = CausalLMOutputWithValue
@@ -255,31 +341,16 @@ class OfTrlx:
     supported_modules: ClassVar[tuple[str, ...]] = ("v_head", "critic")
     critic: ValueBranch | None
     if TYPE_CHECKING:
-        pretrained_model: Any
-        transformers_parent_class: Any
-        config: Any
         _put: Any
         v_head: Any
 
     def __init__(
         self, base_model: Any = None, peft_config: Any = None, num_value_layers_unfrozen: int = 0, **kwargs: Any
     ) -> None:
-        base_model = adapted(base_model, peft_config)
-        super().__init__(base_model, summary_dropout_prob=0.0, **kwargs)  # type: ignore[call-arg]
-        self._put(ValueHead(state_width(base_model.config)))
+        super().__init__(base_model, peft_config, summary_dropout_prob=0.0, **kwargs)
+        self._put(ValueHead(state_width(self.config)))
         if num_value_layers_unfrozen:
-            self.critic = ValueBranch(base_model, num_value_layers_unfrozen).train(base_model.training)
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Self:
-        """Load a model as trainkit does; or a checkpoint of trlX, with the weights of its heads and branches."""
-        path = pretrained_model_name_or_path
-        state = checkpoint(path) if isinstance(path, str | Path) else {}
-        base = base_from(path, state, cls.transformers_parent_class)
-        made = super().from_pretrained(base, *args, **kwargs)  # type: ignore[misc]
-        if base is not path:  # otherwise the heads are loaded
-            made.post_init(state)
-        return made  # type: ignore[no-any-return]
+            self._set_branch(num_value_layers_unfrozen)
 
     def post_init(self, state_dict: Mapping[str, Tensor]) -> None:
         """Load the value head and its layers from a state dictionary that may have them, with names of trlX or ours.
@@ -299,7 +370,7 @@ class OfTrlx:
         elif head:
             self._set_branch(0)
         named = {f"v_head.{LAYERS.get(name, name)}": tensor for name, tensor in head.items()}
-        super().post_init(named)  # type: ignore[misc]
+        super().post_init(named)
 
     def _set_branch(self, layers: int) -> None:
         """Give the value head layers of its own, as a checkpoint has them."""
@@ -314,38 +385,10 @@ class OfTrlx:
             self.critic = ValueBranch(self.base_model, layers).train(self.base_model.training)
 
     @property
-    def base_model(self) -> Any:
-        """The language model."""
-        return self.pretrained_model
-
-    def state_dict(self, *, heads_only: bool = False, **kwargs: Any) -> Any:
-        """Return all weights, named as in transformers, and ``v_head.*``; those of the model too if it has an adapter.
-
-        With ``heads_only``, return what is not the model's alone.
-        """
-        state = super().state_dict(**kwargs)  # type: ignore[misc]
-        if heads_only:
-            return {name: tensor for name, tensor in state.items() if name.split(".")[0] in self.supported_modules}
-        if has_adapter(self.base_model):
-            self.base_model.state_dict(destination=state, **kwargs)
-        return state
-
-    @classmethod
-    def from_config(cls, config: PreTrainedConfig, peft_config: Any = None, **kwargs: Any) -> Self:
-        """Make a model with random weights."""
-        made = cls.transformers_parent_class.from_config(config)
-        return cls.from_pretrained(made, peft_config=peft_config, **kwargs)
-
-    def get_compatible_forward_kwargs(self, **kwargs: Any) -> dict[str, Any]:
-        """Return those of the arguments that the language model takes."""
-        known = arguments(self.base_model).parameters
-        return {name: value for name, value in kwargs.items() if name in known}
-
-    @property
-    def peft_type(self) -> str | None:
-        """The type of the adapter; None without one."""
-        config = getattr(self.base_model, "peft_config", {}).get("default")
-        return None if config is None else str(getattr(config.peft_type, "value", config.peft_type))
+    def num_value_layers_unfrozen(self) -> int:
+        """How many layers the value head has of its own."""
+        own = getattr(self, "critic", None)
+        return 0 if own is None else own.layers
 
     def inputs(self, args: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of a forward pass by name, in the order of trlX, without those that the model lacks.
@@ -400,12 +443,7 @@ class OfTrlx:
         return self.pretrained_model.generate(*args, **kwargs)
 
 
-@remembered
-class PreTrainedModelWrapper(OfTrlx, models.PreTrainedModelWrapper):
-    """Base class of the models with a value head."""
-
-
-class Hydra(PreTrainedModelWrapper):
+class Hydra(WithValueHead):
     """A model with a frozen branch: a copy of its upper layers, above those that neither of the two trains.
 
     Args:
@@ -462,7 +500,7 @@ class Hydra(PreTrainedModelWrapper):
 
 
 @remembered
-class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper, models.AutoModelForCausalLMWithValueHead):  # type: ignore[misc]
+class AutoModelForCausalLMWithValueHead(WithValueHead, models.AutoModelForCausalLMWithValueHead):  # type: ignore[misc]
     """A causal language model with a value head."""
 
 
@@ -472,7 +510,7 @@ class AutoModelForCausalLMWithHydraValueHead(Hydra, models.AutoModelForCausalLMW
 
 
 @remembered
-class AutoModelForSeq2SeqLMWithValueHead(PreTrainedModelWrapper, models.AutoModelForSeq2SeqLMWithValueHead):  # type: ignore[misc]
+class AutoModelForSeq2SeqLMWithValueHead(WithValueHead, models.AutoModelForSeq2SeqLMWithValueHead):  # type: ignore[misc]
     """An encoder-decoder with a value head."""
 
     output_class = Seq2SeqLMOutputWithValue

@@ -23,7 +23,7 @@ from trainkit.errors import ConfigError, DataError, describe, suggest
 from trainkit.models import has_adapter
 from trainkit.runs import free_directory
 from trainkit_migrate import translate_sampling
-from trainkit_trlx.data.configs import TRLConfig, merge, say_once
+from trainkit_trlx.data.configs import TRLConfig, merge, of_this_run, say_once
 from trainkit_trlx.models.modeling_base import base_from, checked_model, checkpoint
 from trainkit_trlx.overrides import own_class, replaced
 from trainkit_trlx.pipeline.offline_pipeline import PromptPipeline, lacking, prompts_of
@@ -243,7 +243,7 @@ class Computed(AccelerateRLTrainer):
         found["method"] = {each.name: found["method"].get(each.name) for each in dataclasses.fields(method)}
         model = found["model"]["model_path"]
         found["fields"] = model.to_dict() if isinstance(model, PreTrainedConfig) else {}
-        found |= {"name": method, "loss": self.has_own_loss}
+        found |= {"name": method, "own": [self.has_own_loss, *self.own_of_method]}
         return found | {name: self._changed(name) for name in self._generation}
 
     def _translated(self) -> Any:
@@ -254,7 +254,10 @@ class Computed(AccelerateRLTrainer):
             config.method = copy.copy(config.method)
             vars(config.method).update(merge(vars(config.method), changes))
         found = config.translated(self.metric_fn is not None, trainer=own_class(type(self)).__name__)
-        return found if self._sharding is None else found.evolve(train={"sharding": self._sharding})
+        changed = {} if self._sharding is None else {"sharding": self._sharding}
+        if self.has_own_loss or self.own_of_method:  # called for as many rows as in trlX
+            changed["microbatch_size"] = self.mb_size
+        return found.evolve(train=changed)
 
     def _make(self, **given: Any) -> Any:
         """Return trainkit's trainer, with arguments besides those that this one was given."""
@@ -634,14 +637,21 @@ class Computed(AccelerateRLTrainer):
         refuse_arguments("save", kwargs)
         return self.trainer.save(directory)
 
-    def load(self, directory: str | Path | None = None, **kwargs: Any) -> None:
+    def load(self, directory: str | Path | None = None, allow_drift: bool = False, **kwargs: Any) -> None:
         """Restore a checkpoint, or the newest one under a directory, by default that of the run.
+
+        Args:
+            directory: where the checkpoint is; ``checkpoint_<step>`` as in trlX stands for that of the step.
+            allow_drift: whether settings that affect training may differ from those of the checkpoint.
+            **kwargs: those of accelerate are refused.
 
         Raises:
             ConfigError: there are further arguments.
         """
         refuse_arguments("load", kwargs)
-        self.trainer.load(directory or self.trainer.config.train.run_dir)
+        trainer = self.trainer
+        trainer.run_state.allow_drift |= allow_drift
+        trainer.load(of_this_run(str(directory or trainer.config.train.run_dir)))
 
 
 def refuse_replaced(owner: Any, instead: Mapping[str, str]) -> None:
