@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import re
@@ -480,7 +481,11 @@ class Hydra(WithValueHead):
                     f"{depth(branch)} layers; give {depth(branch)}, or -1"
                 )
             load_branch(self.frozen_head, branch, "the frozen branch")
-            load(self.frozen_head.get_output_embeddings(), under("lm_head.", branch), "the frozen branch")
+            head = copy.deepcopy(
+                self.frozen_head.get_output_embeddings()
+            )  # it may share weights with the trained model
+            load(head, under("lm_head.", branch), "the frozen branch")
+            self.frozen_head.set_output_embeddings(head)
 
     @property
     def frozen_head(self) -> Any:

@@ -17,10 +17,12 @@ from trainkit.metrics import Mean
 from trainkit.models import ValueHead
 from trainkit_trlx.data.configs import TRLConfig
 from trainkit_trlx.data.ppo_types import PPORLBatch, PPORLElement
-from trainkit_trlx.models.modeling_base import new_model
+from trainkit_trlx.models.modeling_base import checkpoint, new_model, under
 from trainkit_trlx.models.modeling_ppo import (
     AdaptiveKLController,
+    AutoModelForCausalLMWithHydraValueHead,
     AutoModelForCausalLMWithValueHead,
+    AutoModelForSeq2SeqLMWithHydraValueHead,
     AutoModelForSeq2SeqLMWithValueHead,
     FixedKLController,
     relative_error,
@@ -323,8 +325,10 @@ class AcceleratePPOTrainer(Computed):
 
     @staticmethod
     def from_checkpoint(path: str, seq2seq: bool) -> Any:
-        """Return the model that trlX has saved in a directory, with its value head."""
-        made = AutoModelForSeq2SeqLMWithValueHead if seq2seq else AutoModelForCausalLMWithValueHead
+        """Return the model that trlX has saved in a directory, with its value head and its frozen branch."""
+        made: Any = AutoModelForSeq2SeqLMWithValueHead if seq2seq else AutoModelForCausalLMWithValueHead
+        if under("frozen_head.", checkpoint(path)):
+            made = AutoModelForSeq2SeqLMWithHydraValueHead if seq2seq else AutoModelForCausalLMWithHydraValueHead
         return made.from_pretrained(path, is_trainable=True)
 
     def get_arch(self, config: TRLConfig) -> Any:

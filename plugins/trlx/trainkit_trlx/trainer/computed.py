@@ -302,6 +302,8 @@ class Computed(AccelerateRLTrainer):
             model = self.from_checkpoint(model, seq2seq) if checkpoint(model) else None
             if model is None:
                 return translated
+            if (frozen := getattr(model, "frozen_head", None)) is not None:
+                given.setdefault("reference", frozen)
         given["model"] = checked_model(model, self.heads)
         return translated.evolve(model={"model_path": None})
 
