@@ -423,7 +423,25 @@ def test_a_loader_without_end_is_refused() -> None:
         trainer.add_prompt_pipeline(Texts(["a"], 4, trainer.tokenizer))
 
 
+def test_prompts_of_a_pipeline_are_read_as_they_are_there() -> None:
+    trainer = AcceleratePPOTrainer(small(default_ppo_config), rewards)
+    pipeline = PromptPipeline(["a", {"prompt": "b", "kind": 1}, "c"], 4, trainer.tokenizer)
+    pipeline.prompts[1] |= {"kind": 2}
+    pipeline.prompts[2] |= {"input_ids": trainer.tokenizer("dd").input_ids}
+    trainer.add_prompt_pipeline(pipeline)
+    rows = trainer.trainer.pipeline.rows
+    assert [(row["prompt"], row.get("kind")) for row in rows] == [("a", None), ("b", 2), ("dd", None)]
+
+
 # --------------------------------------------------------------------------------------------------- the configuration
+
+
+def test_arguments_of_generate_that_are_removed_are_not_used() -> None:
+    trainer = AcceleratePPOTrainer(small(default_ppo_config, method={"gen_kwargs": {"temperature": 0.5}}), rewards)
+    del trainer.generate_kwargs["temperature"]
+    trainer.generate_kwargs["max_new_tokens"] = 3
+    assert (trainer.trainer.settings().temperature, trainer.trainer.settings().max_new_tokens) == (1.0, 3)
+
 
 CHANGES: dict[str, tuple[Any, dict[str, Any], Callable[[Any], Any], Any]] = {
     "gamma": ("method", {"gamma": 0.0}, lambda t: (t.make_experience(4), t.trainer.method.gamma)[1], 0.0),

@@ -12,6 +12,7 @@ from transformers import GPT2Config
 
 import trainkit_trlx as trlx
 from trainkit.testing import character_tokenizer
+from trainkit_trlx.data import method_configs
 from trainkit_trlx.data.configs import TRLConfig
 from trainkit_trlx.data.default_configs import default_ppo_config, default_rft_config
 
@@ -19,8 +20,9 @@ DIALOGUES = [["a", "bc"], ["b", "cd"]] * 8
 
 
 def enter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work in a directory that has a tokenizer; each row of a table has its own."""
+    """Work in a directory with a tokenizer, and with methods that no other test sees; each row has its own."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(method_configs, "_METHODS", dict(method_configs._METHODS))
     character_tokenizer("abcdefgh").save_pretrained("letters")
 
 

@@ -152,11 +152,10 @@ class PromptPipeline(BasePipeline):
         cut, whole = encoded(truncation=True, max_length=max_prompt_length), encoded()["input_ids"]
         ids, masks = cut["input_ids"], cut["attention_mask"]
         long = [len(before) > len(after) for before, after in zip(whole, ids, strict=True)]
-        self.given = [
-            {"prompt": _decoded(tokenizer, tokens, add_special_tokens) if is_cut else text, **row}
-            for text, tokens, row, is_cut in zip(texts, ids, rows, long, strict=True)
+        self._texts = [
+            (tuple(tokens), _decoded(tokenizer, tokens, add_special_tokens) if is_cut else text)
+            for text, tokens, is_cut in zip(texts, ids, long, strict=True)
         ]
-        """The prompts as text, cut like their ids."""
         if any(long):
             lost = "end" if tokenizer.truncation_side == "right" else "beginning"
             log.warning(
@@ -171,6 +170,18 @@ class PromptPipeline(BasePipeline):
             {"input_ids": tokens, "attention_mask": mask, **row}
             for tokens, mask, row in zip(ids, masks, rows, strict=True)
         ]
+
+    @property
+    def given(self) -> list[dict[str, Any]]:
+        """The prompts as text, cut like their ids, with their columns; text of ids that were changed is decoded."""
+        found = []
+        for index, row in enumerate(self.prompts):
+            ids, text = self._texts[index] if index < len(self._texts) else ((), "")
+            if ids != tuple(row["input_ids"]):
+                text = _decoded(self.tokenizer, row["input_ids"], added=True)
+            columns = {name: value for name, value in row.items() if name not in ("input_ids", "attention_mask")}
+            found.append({"prompt": text, **columns})
+        return found
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return a prompt: ``input_ids``, ``attention_mask`` and its columns."""
@@ -255,7 +266,7 @@ def prompts_of(pipeline: Any, tokenizer: Any, batch_size: int) -> list[Any]:
         return checked_prompts(pipeline)
     own = replaced(pipeline, ("__getitem__", "__len__", "create_loader"))
     if own_class(type(pipeline)) is PromptPipeline and not own:
-        return pipeline.given  # type: ignore[no-any-return]
+        return checked_prompts(pipeline.given)
     rows = []
     for batch in batches_of(pipeline, batch_size, ("input_ids", "attention_mask")):
         ids, real = (torch.as_tensor(batch[name]) for name in ("input_ids", "attention_mask"))

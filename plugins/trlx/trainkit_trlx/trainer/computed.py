@@ -23,7 +23,7 @@ from trainkit.errors import ConfigError, DataError, describe, suggest
 from trainkit.models import has_adapter
 from trainkit.runs import free_directory
 from trainkit_migrate import translate_sampling
-from trainkit_trlx.data.configs import TRLConfig, merge, of_this_run, say_once
+from trainkit_trlx.data.configs import TRLConfig, of_this_run, say_once
 from trainkit_trlx.models.modeling_base import base_from, checked_model, checkpoint
 from trainkit_trlx.overrides import own_class, replaced
 from trainkit_trlx.pipeline.offline_pipeline import PromptPipeline, lacking, prompts_of
@@ -244,15 +244,17 @@ class Computed(AccelerateRLTrainer):
         model = found["model"]["model_path"]
         found["fields"] = model.to_dict() if isinstance(model, PreTrainedConfig) else {}
         found |= {"name": method, "own": [self.has_own_loss, *self.own_of_method]}
-        return found | {name: self._changed(name) for name in self._generation}
+        return found | {name: dict(getattr(self, name) or {}) for name in self._generation}
 
     def _translated(self) -> Any:
         """Return the configuration of trainkit, without the model and the directory."""
-        config = self.config
-        if changes := {GENERATION[name]: changed for name in self._generation if (changed := self._changed(name))}:
-            config = copy.copy(config)
-            config.method = copy.copy(config.method)
-            vars(config.method).update(merge(vars(config.method), changes))
+        config = copy.copy(self.config)
+        config.method = copy.copy(config.method)
+        for name, first in self._generation.items():
+            left, now = getattr(config.method, GENERATION[name], None), getattr(self, name) or {}
+            if first != now:
+                kept = {key: value for key, value in (left or {}).items() if key in now}
+                setattr(config.method, GENERATION[name], {**kept, **self._changed(name)})
         found = config.translated(self.metric_fn is not None, trainer=own_class(type(self)).__name__)
         changed = {} if self._sharding is None else {"sharding": self._sharding}
         if self.has_own_loss or self.own_of_method:  # called for as many rows as in trlX
