@@ -367,6 +367,7 @@ def test_the_frozen_branch_of_a_checkpoint_stays_that_of_its_start(tmp_path: Pat
     trainer = AcceleratePPOTrainer(given, reward_fn=lambda samples: [0.0] * len(samples))
     torch.testing.assert_close(trainer.model(ids)[0], trained(ids).logits)
     torch.testing.assert_close(trainer.ref_model(ids).logits, compared(ids).logits)
+    torch.testing.assert_close(trainer.model.forward_hydra(ids), compared(ids).logits)
     with pytest.raises(ConfigError, match="num_layers_unfrozen is 0, and the frozen branch of the checkpoint has 1"):
         AutoModelForCausalLMWithHydraValueHead.from_pretrained(path, num_layers_unfrozen=0)
 

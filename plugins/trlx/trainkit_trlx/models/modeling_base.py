@@ -451,17 +451,20 @@ class Hydra(WithValueHead):
         base_model: the language model. If it has an adapter, the frozen model is the one without the adapter.
         num_layers_unfrozen: the layers that are copied, and may be trained; those below are frozen. -1: a copy of the
             whole model, and nothing is frozen.
+        frozen: the frozen model, instead of a copy.
         **kwargs: those of the model with a value head.
     """
 
     supported_args: ClassVar[tuple[str, ...]] = ("num_layers_unfrozen", "num_value_layers_unfrozen")
 
-    def __init__(self, base_model: Any, *, num_layers_unfrozen: int = -1, **kwargs: Any) -> None:
+    def __init__(self, base_model: Any, *, num_layers_unfrozen: int = -1, frozen: Any = None, **kwargs: Any) -> None:
         super().__init__(base_model, **kwargs)
         self.num_layers_unfrozen, base_model = num_layers_unfrozen, self.pretrained_model
-        self._frozen: list[Any] = []  # a list, so that it is no submodule
+        self._frozen: list[Any] = [] if frozen is None else [frozen]  # a list, so that it is no submodule
         reads_virtual_tokens = getattr(getattr(base_model, "active_peft_config", None), "is_prompt_learning", False)
-        if not has_adapter(base_model) or reads_virtual_tokens:  # which change the outputs from the beginning
+        if frozen is None and (
+            not has_adapter(base_model) or reads_virtual_tokens
+        ):  # which change the outputs from the beginning
             layers = hf_get_num_hidden_layers(base_model.config.get_text_config(decoder=True))
             shared = None if num_layers_unfrozen < 0 else layers - num_layers_unfrozen
             self._frozen = [create_reference_model(base_model, shared)]

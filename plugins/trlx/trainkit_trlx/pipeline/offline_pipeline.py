@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -293,13 +293,6 @@ def _padded(cls: type[Any], rows: Iterable[Any]) -> list[torch.Tensor]:
     return [pad_sequence(column, batch_first=True) for column in columns]
 
 
-def _elements(cls: type[Any], columns: dict[str, list[torch.Tensor]]) -> list[Any]:
-    """Return an element for each row of the columns."""
-    if len({len(column) for column in columns.values()}) > 1:
-        raise ValueError(f"give one list of the same length for each of {', '.join(columns)}")
-    return [cls(*row) for row in zip(*columns.values(), strict=True)]
-
-
 @remembered
 class ILQLRolloutStorage(BaseRolloutStore):
     """Samples with rewards, for loops of one's own; trainkit's trainers keep theirs themselves.
@@ -313,22 +306,33 @@ class ILQLRolloutStorage(BaseRolloutStore):
         dones: 0 at the last state, else 1 [A + 1].
     """
 
+    kind: type[Any] = ILQLElement
+    collate: Callable[[Iterable[Any]], Any] = staticmethod(ilql_collate_fn)
+
     def __init__(
         self, input_ids: Any, attention_mask: Any, rewards: Any, states_ixs: Any, actions_ixs: Any, dones: Any
     ) -> None:
         super().__init__()
-        columns = {"input_ids": input_ids, "attention_mask": attention_mask, "rewards": rewards}
-        columns |= {"states_ixs": states_ixs, "actions_ixs": actions_ixs, "dones": dones}
-        self.history = _elements(ILQLElement, columns)
+        self._fill(input_ids, attention_mask, rewards, states_ixs, actions_ixs, dones)
+
+    def _fill(self, *columns: Any) -> None:
+        """Make an element of each row of the columns."""
+        if len({len(column) for column in columns}) > 1:
+            names = ", ".join(about.name for about in fields(self.kind))
+            raise ValueError(f"give one list of the same length for each of {names}")
+        self.history = [self.kind(*row) for row in zip(*columns, strict=True)]
 
     def create_loader(self, batch_size: int, shuffle: bool = True) -> DataLoader[Any]:  # type: ignore[override]
         """Return a loader of batches, padded with 0."""
-        return DataLoader(self, batch_size, shuffle=shuffle, collate_fn=ilql_collate_fn)
+        return DataLoader(self, batch_size, shuffle=shuffle, collate_fn=self.collate)
 
 
 @remembered
-class ILQLSeq2SeqRolloutStorage(BaseRolloutStore):
+class ILQLSeq2SeqRolloutStorage(ILQLRolloutStorage):
     """The same for encoder-decoders, with ``decoder_input_ids`` after ``attention_mask``."""
+
+    kind = ILQLSeq2SeqElement
+    collate = staticmethod(ilql_seq2seq_collate_fn)
 
     def __init__(
         self,
@@ -340,11 +344,5 @@ class ILQLSeq2SeqRolloutStorage(BaseRolloutStore):
         actions_ixs: Any,
         dones: Any,
     ) -> None:
-        super().__init__()
-        columns = {"input_ids": input_ids, "attention_mask": attention_mask, "decoder_input_ids": decoder_input_ids}
-        columns |= {"rewards": rewards, "states_ixs": states_ixs, "actions_ixs": actions_ixs, "dones": dones}
-        self.history = _elements(ILQLSeq2SeqElement, columns)
-
-    def create_loader(self, batch_size: int, shuffle: bool = True) -> DataLoader[Any]:  # type: ignore[override]
-        """Return a loader of batches, padded with 0."""
-        return DataLoader(self, batch_size, shuffle=shuffle, collate_fn=ilql_seq2seq_collate_fn)
+        BaseRolloutStore.__init__(self)
+        self._fill(input_ids, attention_mask, decoder_input_ids, rewards, states_ixs, actions_ixs, dones)

@@ -300,17 +300,8 @@ class AcceleratePPOTrainer(Computed):
     heads: ClassVar[Mapping[str, type[Any]]] = {"v_head": ValueHead}
     of_method = ("loss", "get_advantages_and_returns")
 
-    def __init__(
-        self,
-        config: TRLConfig,
-        reward_fn: Any = None,
-        metric_fn: Any = None,
-        logit_mask: Tensor | None = None,
-        stop_sequences: list[str] | None = None,
-        train_mode: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(config, reward_fn, metric_fn, logit_mask, stop_sequences, train_mode, **kwargs)
+    def __init__(self, config: TRLConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
         self._drawn = 0
         self.store = PPORolloutStorage(self.tokenizer.pad_token_id, self.tokenizer.padding_side)
 
@@ -340,9 +331,11 @@ class AcceleratePPOTrainer(Computed):
         )
 
     def wrapped_model(self, policy: Any) -> Any:
-        """Return the language model with the value head, which are trained."""
+        """Return the language model with the value head, which are trained, and the reference as frozen branch."""
         seq2seq = policy.model.config.is_encoder_decoder
-        made = (AutoModelForSeq2SeqLMWithValueHead if seq2seq else AutoModelForCausalLMWithValueHead)(policy.model)
+        cls: Any = AutoModelForSeq2SeqLMWithHydraValueHead if seq2seq else AutoModelForCausalLMWithHydraValueHead
+        unfrozen = self.config.model.num_layers_unfrozen
+        made = cls(policy.model, num_layers_unfrozen=unfrozen, frozen=self.ref_model)
         made.v_head = policy.value_head
         if policy.critic is not None:
             made.critic = policy.critic
