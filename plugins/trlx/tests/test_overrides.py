@@ -18,6 +18,7 @@ import trainkit_trlx as trlx
 from tables import table
 from trainkit.errors import CheckpointError, ConfigError, DataError
 from trainkit.models import ValueHead
+from trainkit_migrate import framework
 from trainkit_trlx.data.configs import TRLConfig
 from trainkit_trlx.data.default_configs import default_ilql_config, default_ppo_config, default_sft_config
 from trainkit_trlx.data.ilql_types import ILQLBatch
@@ -34,7 +35,9 @@ from trainkit_trlx.pipeline.ppo_pipeline import PPORolloutStorage
 from trainkit_trlx.trainer import register_trainer
 from trainkit_trlx.trainer.accelerate_ilql_trainer import AccelerateILQLTrainer
 from trainkit_trlx.trainer.accelerate_ppo_trainer import AcceleratePPOTrainer
+from trainkit_trlx.trainer.accelerate_rft_trainer import AccelerateRFTTrainer
 from trainkit_trlx.trainer.accelerate_sft_trainer import AccelerateSFTTrainer
+from trainkit_trlx.trainer.computed import NAMES, SETTINGS
 from trainkit_trlx.utils.modeling import make_head
 
 
@@ -197,7 +200,7 @@ def test_a_method_of_a_trainer_may_be_replaced_in_any_way(
 
     trained("loss", loss)
     assert calls
-    with pytest.raises(ConfigError, match=r"generate.* would not be (called|used): change method"):
+    with pytest.raises(ConfigError, match=r"generate.* would not be used: change method"):
         trained("generate", lambda self, *_, **__: None)
 
 
@@ -209,6 +212,20 @@ def test_an_attribute_that_would_not_be_read_is_refused(
     trainer = AcceleratePPOTrainer(small(default_ppo_config), rewards)
     with pytest.raises(ConfigError, match=rf"{name} of AcceleratePPOTrainer (would not be used|is trainkit's).*: \w+"):
         setattr(trainer, name, 3)
+
+
+def test_names_of_the_adapter_cannot_be_taken() -> None:
+    """They are all those of its trainers that trainers of trlX do not have."""
+    trlx_has = {path.rpartition(".")[2] for path in framework("trlx").names if ".trainer." in path}
+    for cls in (AcceleratePPOTrainer, AccelerateILQLTrainer, AccelerateSFTTrainer, AccelerateRFTTrainer):
+        ours = {name for name in dir(cls) if not name.startswith("_")} - trlx_has
+        assert ours - {*SETTINGS, "store", "eval_pipeline"} <= {*NAMES}, cls
+    for name, words in (
+        ("refresh", "the adapter has this name"),
+        ("n_inner_epochs", r"set config\.method\.ppo_epochs"),
+    ):
+        with pytest.raises(ConfigError, match=rf"Mine\.{name} would not be used: {words}"):
+            type("Mine", (AcceleratePPOTrainer,), {name: 3})
 
 
 def test_make_experience_of_an_encoder_decoder_is_called() -> None:

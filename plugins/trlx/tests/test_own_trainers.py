@@ -481,12 +481,12 @@ OVERRIDES = {
 
 @table("name", OVERRIDES)
 def test_an_override_that_would_not_be_called_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"Mine\.{name} would not be called: .*{OVERRIDES[name]}"):
+    with pytest.raises(ConfigError, match=rf"Mine\.{name} would not be used: .*{OVERRIDES[name]}"):
         type("Mine", (AcceleratePPOTrainer,), {name: lambda self: None})
 
 
 def test_rollouts_of_rft_are_made_by_trainkit() -> None:
-    with pytest.raises(ConfigError, match=r"make_experience would not be called: change reward_fn"):
+    with pytest.raises(ConfigError, match=r"make_experience would not be used: change reward_fn"):
         type("Mine", (AccelerateRFTTrainer,), {"make_experience": lambda self: None})
 
 

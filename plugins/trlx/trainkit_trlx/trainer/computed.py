@@ -47,8 +47,9 @@ NOT_CALLED = {
     "generate": f"change method.gen_kwargs, or register a hook make_sampler of trainkit ({LOOP})",
     "generate_eval": "change method.gen_kwargs",
     "save": "give save_fn to learn(), which gets the directory of each checkpoint; or override save_pretrained",
-    "from_checkpoint": "override get_arch",
     "load": "name the checkpoint in config.train.resume_from_checkpoint, from which learn() goes on",
+    "repeat_interleave": "change reward_fn and metric_fn",
+    "_accumulate": f"trainkit accumulates exactly; set config.train.minibatch_size ({LOOP})",
 }
 """Methods of trlX that a trainer of one's own cannot override, because trainkit does not call them, and what to do."""
 SETTINGS = {
@@ -63,8 +64,18 @@ SETTINGS = {
     "num_mb": "set config.train.minibatch_size",
     "ref_model": "give reference= in train.trainer_kwargs",
     "tokenizer": "give tokenizer= in train.trainer_kwargs",
+    "n_updates_per_batch": "set config.method.ppo_epochs",
+    "ilql": "set config.method",
+    **dict.fromkeys(("accelerator", "iter_count", "running_moments"), LOOP),
 }
 """Properties that cannot be set, and what to do."""
+TAKEN = "the adapter has this name; write another one"
+NAMES = (
+    *("trainer", "trainer_class", "algorithm", "fields", "heads", "of_method", "refused", "overrides", "own_of_method"),
+    *("has_own_loss", "unused", "refresh", "take_store", "named", "generation", "from_checkpoint", "wrapped_model"),
+    *("set_samples", "new_store"),
+)
+"""Public names that trainers of trlX do not have."""
 NOT_SET = {
     "ref_mean": "set config.method.ref_mean",
     "ref_std": "set config.method.ref_std",
@@ -166,7 +177,7 @@ class Computed(AccelerateRLTrainer):
             )
         if config.train.rollout_logging_dir is not None and int(os.environ.get("RANK", 0)) == 0:
             self.setup_rollout_logging(config)
-        refuse_replaced(self, {**NOT_CALLED, **self.refused})
+        refuse_replaced(self, self.unused())
         self._made_of: Any = self._settings()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -177,7 +188,8 @@ class Computed(AccelerateRLTrainer):
         """
         super().__init_subclass__(**kwargs)
         if own_class(cls) is not cls:
-            refuse_replaced(cls, {**NOT_CALLED, **cls.refused})
+            known = {name: instead for name, instead in SETTINGS.items() if hasattr(own_class(cls), name)}
+            refuse_replaced(cls, {**cls.unused(), **known})
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -186,6 +198,11 @@ class Computed(AccelerateRLTrainer):
             known = [each for each in dir(type(self)) if not each.startswith("_")]
             said = f": {ABSENT[name]}" if name in ABSENT else suggest(name, known)
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{said}") from error
+
+    @classmethod
+    def unused(cls) -> dict[str, str]:
+        """Return what a trainer of one's own cannot have, and what to do instead."""
+        return {**dict.fromkeys(NAMES, TAKEN), **NOT_CALLED, **cls.refused}
 
     def overrides(self, name: str) -> bool:
         """Return whether the user has replaced a method of this name."""
@@ -412,9 +429,11 @@ class Computed(AccelerateRLTrainer):
         """
         where = f"{name} of {type(self).__name__}"
         if isinstance(getattr(type(self), name, None), property) and getattr(type(self), name).fset is None:
-            raise ConfigError(f"{where} is trainkit's and cannot be set: {SETTINGS.get(name, LOOP)}")
+            raise ConfigError(
+                f"{where} is trainkit's and cannot be set: {SETTINGS.get(name, 'the adapter has this name')}"
+            )
         made = "_made_of" in vars(self)
-        if made and name in (unused := {**NOT_SET, **NOT_CALLED, **self.refused}):
+        if made and name in (unused := {**NOT_SET, **self.unused()}):
             raise ConfigError(f"{where} would not be used: {unused[name]}")
         super().__setattr__(name, value)
         if made and name == "reward_fn":
@@ -662,7 +681,7 @@ def refuse_replaced(owner: Any, instead: Mapping[str, str]) -> None:
     """Raise a `ConfigError` if a user has replaced one of the functions of a class or an object; says what to do."""
     for name in replaced(owner, instead):
         cls = owner if isinstance(owner, type) else type(owner)
-        raise ConfigError(f"{cls.__name__}.{name} would not be called: {instead[name]}")
+        raise ConfigError(f"{cls.__name__}.{name} would not be used: {instead[name]}")
 
 
 def _ids(given: Any, dimensions: int = 2) -> Tensor:
