@@ -20,6 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
 import trainkit_trlx as trlx
+from trainkit.errors import ConfigError
 from trainkit_trlx.data.default_configs import default_ilql_config, default_ppo_config, default_sft_config
 from trainkit_trlx.data.method_configs import register_method
 from trainkit_trlx.models.modeling_ilql import ILQLConfig
@@ -106,6 +107,13 @@ trainer = trlx.train(
 said["plain"] = numbers(trainer.accelerator.unwrap_model(trainer.model))
 said["white"] = whiten(torch.arange(4.0).chunk(world)[int(os.environ.get("RANK", 0))])[0].item()
 said["count"] = trainer.evaluate()["metrics/count"]
+if world > 1:
+    divided = dict(trainer_kwargs=dict(sharding="fsdp2"), checkpoint_dir="divided")
+    settings = config(default_sft_config, "Around").evolve(train=divided)
+    try:
+        trlx.train(samples=[["a", "bc"], ["b", "cd"]] * 8, config=settings)
+    except ConfigError as error:
+        said["sharded"] = str(error)
 with open(f"said-{world}-{os.environ.get('RANK', 0)}.json", "w") as file:  # lines of processes can run together
     json.dump(said, file)
 """
@@ -134,5 +142,6 @@ def test_trainers_of_ones_own_train_on_two_processes(tmp_path: Path) -> None:
     for name in ("ppo", "ilql", "around"):
         assert both[0][name] == pytest.approx(alone[name], rel=1e-6), name
     assert white[0] == white[1] == pytest.approx(-1.5 / (5 / 3) ** 0.5)  # 0 to 3: mean 1.5, variance 5 / 3
+    assert both[0]["sharded"].startswith("model of Around is divided among processes; read it within")
     assert white[2] == pytest.approx(0.5 / (5 / 3) ** 0.5)
     assert both[0]["count"] == alone["count"] == 3  # the responses of both processes, each once

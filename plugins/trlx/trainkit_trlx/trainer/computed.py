@@ -77,7 +77,7 @@ NAMES = (
 )
 """Public names that trainers of trlX do not have."""
 NOT_SET = {
-    "ref_mean": "set config.method.ref_mean",
+    "ref_mean": "no mean is subtracted, in trlX neither; remove it",
     "ref_std": "set config.method.ref_std",
     "generate_sweep_kwarg": "give config.method.gen_kwargs a list of values",
     "eval_dataloader": "call add_eval_pipeline",
@@ -382,8 +382,18 @@ class Computed(AccelerateRLTrainer):
 
     @property
     def model(self) -> Any:
-        """The model that is trained, as trlX has it: with a value head or heads of ILQL around a language model."""
+        """The model that is trained, as trlX has it: with a value head or heads of ILQL around a language model.
+
+        Raises:
+            ConfigError: it is divided among processes.
+        """
         self.trainer.models.build()
+        sharding = self.trainer.parallel.sharding
+        if sharding.keeps_sharded and not sharding.gathered:
+            raise ConfigError(
+                f"model of {type(self).__name__} is divided among processes; read it within "
+                "'with trainer.sharding.unsharded():', or to run it in a loss remove sharding from train.trainer_kwargs"
+            )
         if getattr(self, "_model_of", None) is not self.trainer:
             self._model_of, self._model = self.trainer, self.wrapped_model(self.trainer.unwrapped)
         return self._model
