@@ -451,13 +451,13 @@ class Hydra(WithValueHead):
         base_model: the language model. If it has an adapter, the frozen model is the one without the adapter.
         num_layers_unfrozen: the layers that are copied, and may be trained; those below are frozen. -1: a copy of the
             whole model, and nothing is frozen.
-        frozen: the frozen model, instead of a copy.
-        **kwargs: those of the model with a value head.
+        **kwargs: those of the model with a value head; ``frozen`` is the frozen model, instead of a copy.
     """
 
     supported_args: ClassVar[tuple[str, ...]] = ("num_layers_unfrozen", "num_value_layers_unfrozen")
 
-    def __init__(self, base_model: Any, *, num_layers_unfrozen: int = -1, frozen: Any = None, **kwargs: Any) -> None:
+    def __init__(self, base_model: Any, *, num_layers_unfrozen: int = -1, **kwargs: Any) -> None:
+        frozen = kwargs.pop("frozen", None)
         super().__init__(base_model, **kwargs)
         self.num_layers_unfrozen, base_model = num_layers_unfrozen, self.pretrained_model
         self._frozen: list[Any] = [] if frozen is None else [frozen]  # a list, so that it is no submodule
