@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import GPT2Config
+from trlx_runs import enter, rewards, small
 
 import trainkit_trlx as trlx
 from tables import table
 from trainkit.errors import CheckpointError, ConfigError, DataError, RewardError
-from trainkit.testing import character_tokenizer
 from trainkit_migrate import framework, instead
 from trainkit_trlx.data import default_configs
 from trainkit_trlx.data.configs import TrainConfig, TRLConfig
@@ -29,28 +28,12 @@ from trainkit_trlx.trainer.accelerate_sft_trainer import AccelerateSFTTrainer
 from trainkit_trlx.trainer.computed import ABSENT
 from trainkit_trlx.utils.loading import get_pipeline, get_trainer
 
-MODEL = GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=10, n_positions=32)
-
-
-def rewards(samples: list[str], **_: Any) -> list[float]:
-    return [float(sample.count("a")) for sample in samples]
-
 
 class Case:
     """Calls of trlX at a small size, in a directory that has a tokenizer."""
 
     def config(self, default: Callable[[], TRLConfig], **changes: Any) -> TRLConfig:
-        sizes = {"batch_size": 4, "seq_length": 16, "total_steps": 1, "eval_interval": 1, "tracker": None}
-        method: dict[str, Any] = {"gen_kwargs": {"max_new_tokens": 4}}
-        if default is default_ppo_config:
-            method |= {"num_rollouts": 4, "chunk_size": 4}
-        small = default().evolve(
-            train={**sizes, "checkpoint_dir": "run"},
-            model={"model_path": MODEL, "num_layers_unfrozen": -1},
-            tokenizer={"tokenizer_path": "letters"},
-            method=method,
-        )
-        return small.evolve(**changes)
+        return small(default, train={"total_steps": 1, "eval_interval": 1, "minibatch_size": None}).evolve(**changes)
 
     def ppo(self, settings: dict[str, Any] | None = None, **given: Any) -> Any:
         config = self.config(default_ppo_config, **(settings or {}))
@@ -450,8 +433,7 @@ CASES: dict[str, tuple[Callable[[Case], Any], type[Exception], str]] = {
 @table("name", CASES)
 def test_what_cannot_be_used_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     call, error, words = CASES[name]
-    monkeypatch.chdir(tmp_path)
-    character_tokenizer("abcdefgh").save_pretrained("letters")
+    enter(tmp_path, monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # dataset= is deprecated
         with pytest.raises(error, match=words):
@@ -462,8 +444,7 @@ def test_what_cannot_be_used_is_refused(name: str, tmp_path: Path, monkeypatch: 
 def test_a_mask_is_refused_before_anything_is_trained_or_sampled(
     eval_interval: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    character_tokenizer("abcdefgh").save_pretrained("letters")
+    enter(tmp_path, monkeypatch)
     mask = {"logit_mask": torch.zeros(3, 3, dtype=torch.bool)}
     with pytest.raises(ConfigError, match=r"of shape \(10,\) or \(10, 10\); given torch\.bool \(3, 3\)"):
         Case().ilql({"train": {"trainer_kwargs": mask, "eval_interval": eval_interval}})  # without prompts
@@ -504,8 +485,7 @@ ATTRIBUTES = {
 def test_attributes_of_trlx_exist_or_say_what_to_read(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    character_tokenizer("abcdefgh").save_pretrained("letters")
+    enter(tmp_path, monkeypatch)
     config = Case().config(getattr(default_configs, f"default_{method}_config"))
     trainer = get_trainer(config.train.trainer)(config, **({"reward_fn": rewards} if method in ("ppo", "rft") else {}))
     for name in f"{ATTRIBUTES['']} {ATTRIBUTES.get(method, '')}".split():
@@ -532,9 +512,8 @@ def test_a_module_that_trlx_has_not_either_is_not_found() -> None:
 def test_arguments_of_generate_without_effect_are_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    enter(tmp_path, monkeypatch)
     monkeypatch.setattr("trainkit_trlx.data.configs._said", set())
-    character_tokenizer("abcdefgh").save_pretrained("letters")
     trainer = AcceleratePPOTrainer(Case().config(default_ppo_config), reward_fn=rewards)
     asked = trainer.tokenizer(["b"], return_tensors="pt")
     for _ in range(2):
@@ -549,9 +528,8 @@ def test_without_reward_function_the_best_is_that_of_the_metric_reward(
     metric: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Evaluations give 1, 3 and 2, so that the second one, at step 1, is exported; other metrics do not count."""
-    monkeypatch.chdir(tmp_path)
+    enter(tmp_path, monkeypatch)
     monkeypatch.setattr("trainkit_trlx.data.configs._said", set())
-    character_tokenizer("abcdefgh").save_pretrained("letters")
     values = iter([1.0, 3.0, 2.0])
     config = Case().config(default_sft_config, train={"total_steps": 2, "epochs": 4})
     trlx.train(
@@ -569,9 +547,8 @@ def test_without_reward_function_the_best_is_that_of_the_metric_reward(
 def test_without_metric_function_the_best_is_told_to_have_no_effect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    enter(tmp_path, monkeypatch)
     monkeypatch.setattr("trainkit_trlx.data.configs._said", set())
-    character_tokenizer("abcdefgh").save_pretrained("letters")
     trlx.train(samples=["ab", "bc"] * 4, config=Case().config(default_sft_config))
     assert caplog.text.count("train.save_best: has no effect") == 1
 
@@ -579,7 +556,6 @@ def test_without_metric_function_the_best_is_told_to_have_no_effect(
 def test_an_architecture_that_the_model_has_not_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    character_tokenizer("abcdefgh").save_pretrained("letters")
+    enter(tmp_path, monkeypatch)
     Case().ppo({"model": {"model_arch_type": "seq2seq"}})
     assert caplog.text.count("model.model_arch_type is 'seq2seq', and the model is trained as 'causal'") == 1

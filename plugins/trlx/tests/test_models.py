@@ -345,18 +345,29 @@ def test_a_trainer_goes_on_with_the_critic_of_a_checkpoint(tmp_path: Path) -> No
 
 
 def test_the_frozen_branch_of_a_checkpoint_stays_that_of_its_start(tmp_path: Path) -> None:
+    """Its head too, which is tied to the embeddings in the model that was trained; it is a trainer's reference."""
     config, ids = CONFIGS["gpt2"], torch.tensor([[5, 6, 7]])
     start = AutoModelForCausalLM.from_config(config).eval()
     trained = copy.deepcopy(start)
     with torch.no_grad():
-        for parameter in trained.transformer.h[-1].parameters():
-            parameter += 0.1
+        for parameter in (*trained.transformer.h[-1].parameters(), trained.transformer.wte.weight):
+            parameter += 0.1 * torch.rand_like(parameter)
+    compared = copy.deepcopy(trained)
+    compared.transformer.h[-1], compared.transformer.ln_f = start.transformer.h[-1], start.transformer.ln_f
+    compared.set_output_embeddings(start.lm_head)
     state = {**under("base_model.", trained.state_dict()), **under("v_head.", make_head(D, 1).state_dict())}
     state |= under("frozen_head.", branch_of_trlx(start, 1, start.lm_head))
     path = write(tmp_path / "trlx", config, state)
     model = AutoModelForCausalLMWithHydraValueHead.from_pretrained(path, num_layers_unfrozen=1)
-    torch.testing.assert_close(model.forward_hydra(ids), start(ids).logits)
+    torch.testing.assert_close(model.forward_hydra(ids), compared(ids).logits)
     torch.testing.assert_close(model(ids)[0], trained(ids).logits)
+    given = default_ppo_config().evolve(model={"model_path": path, "num_layers_unfrozen": 1}, train={"tracker": None})
+    given.tokenizer.tokenizer_path = path
+    character_tokenizer("abcdefgh").save_pretrained(path)
+    trainer = AcceleratePPOTrainer(given, reward_fn=lambda samples: [0.0] * len(samples))
+    torch.testing.assert_close(trainer.model(ids)[0], trained(ids).logits)
+    torch.testing.assert_close(trainer.ref_model(ids).logits, compared(ids).logits)
+    torch.testing.assert_close(trainer.model.forward_hydra(ids), compared(ids).logits)
     with pytest.raises(ConfigError, match="num_layers_unfrozen is 0, and the frozen branch of the checkpoint has 1"):
         AutoModelForCausalLMWithHydraValueHead.from_pretrained(path, num_layers_unfrozen=0)
 

@@ -19,7 +19,7 @@ import trainkit_trlx
 from tables import table
 from trainkit.errors import ConfigError
 from trainkit.testing import character_tokenizer, tiny_gpt2
-from trainkit_trlx.data.configs import TRLConfig
+from trainkit_trlx.data.configs import TRLConfig, merge
 from trainkit_trlx.data.default_configs import (
     default_ilql_config,
     default_nemo_20b_config,
@@ -31,6 +31,7 @@ from trainkit_trlx.data.ilql_types import ILQLBatch, flatten_dataclass, unflatte
 from trainkit_trlx.data.method_configs import MethodConfig, get_method, register_method
 from trainkit_trlx.data.ppo_types import PPORLElement
 from trainkit_trlx.models import modeling_ilql
+from trainkit_trlx.models.modeling_base import PreTrainedModelWrapper
 from trainkit_trlx.models.modeling_ilql import ILQLConfig, ILQLHeads
 from trainkit_trlx.models.modeling_ppo import (
     AdaptiveKLController,
@@ -86,6 +87,9 @@ def test_configurations_are_changed_as_in_trlx(tmp_path: Path) -> None:
     file = tmp_path / "config.yml"
     file.write_text(yaml.safe_dump({**config.to_dict(), "optimizer": {"name": "adamw", "kwargs": {"lr": 1}}}))
     assert TRLConfig.load_yaml(str(file)).optimizer.kwargs == {"lr": 1}
+    names: set[str] = set()
+    assert merge({"a": {"b": 1, "c": 2}}, {"a": {"b": 3}}, names) == {"a": {"b": 3, "c": 2}}
+    assert names == {"a", "b"}
     plain = config.to_dict()
     plain["train"]["seed"] = 9
     assert config.train.seed == 3
@@ -575,6 +579,23 @@ def test_models_take_the_arguments_of_trlx_in_its_order() -> None:
     torch.testing.assert_close(model(ids, mask, None, places, ignore_peft_adapter=True)[0], plain)
     with pytest.raises(TypeError, match="give the others by name"):
         model(ids, mask, None, places, None)
+
+
+def test_models_of_ilql_have_what_those_of_trlx_have(tmp_path: Path) -> None:
+    config = GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=12)
+    model = modeling_ilql.AutoModelForCausalLMWithILQLHeads.from_config(config, two_qs=False, alpha=0.5)
+    assert isinstance(model, PreTrainedModelWrapper)
+    assert (model.two_qs, model.alpha, model.peft_type, model.is_loaded_in_8bit) == (False, 0.5, None, False)
+    assert (model.ilql_heads.hidden_size, model.ilql_heads.vocab_size) == (8, 12)
+    assert {"input_ids", "attention_mask"} <= {*model.forward_kwargs}
+    assert model.get_compatible_forward_kwargs(input_ids=1, odd=2) == {"input_ids": 1}
+    torch.nn.init.normal_(model.ilql_heads.v_head[2].weight)
+    model.save_pretrained(tmp_path, state_dict=model.state_dict())
+    again = modeling_ilql.AutoModelForCausalLMWithILQLHeads.from_pretrained(tmp_path, None, two_qs=False)
+    assert torch.equal(again.ilql_heads.v_head[2].weight, model.ilql_heads.v_head[2].weight)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path).lm_head.weight, model.base_model.lm_head.weight)
+    with pytest.raises(ConfigError, match="a live model is given, and load_in_8bit would say how to load one"):
+        modeling_ilql.AutoModelForCausalLMWithILQLHeads.from_pretrained(model.base_model, load_in_8bit=True)
 
 
 def test_trees_hold_dataclasses() -> None:

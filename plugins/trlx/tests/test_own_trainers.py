@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, T5Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config
+from trlx_runs import DIALOGUES, enter, rewards, run, small, untrained, weights
 
 import trainkit_trlx as trlx
 from tables import table
@@ -38,54 +38,10 @@ from trainkit_trlx.utils import to_device
 from trainkit_trlx.utils.loading import get_trainer
 from trainkit_trlx.utils.modeling import logprobs_of_labels
 
-DIALOGUES = [["a", "bc"], ["b", "cd"]] * 8
-
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     enter(tmp_path, monkeypatch)
-
-
-def enter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work in a directory that has a tokenizer; each row of a table has its own."""
-    monkeypatch.chdir(tmp_path)
-    character_tokenizer("abcdefgh").save_pretrained("letters")
-
-
-def small(default: Callable[[], TRLConfig], **changes: Any) -> TRLConfig:
-    sizes = {"batch_size": 4, "seq_length": 16, "total_steps": 2, "epochs": 9, "eval_interval": 2, "tracker": None}
-    method: dict[str, Any] = {"gen_kwargs": {"max_new_tokens": 4}}
-    if default is default_ppo_config:
-        method |= {"num_rollouts": 8, "chunk_size": 4, "ppo_epochs": 2}
-    if default is default_rft_config:
-        method |= {"n_generations_per_prompt": 4}
-    return (
-        default()
-        .evolve(
-            train={**sizes, "checkpoint_dir": "run", "minibatch_size": 2},
-            model={"model_path": GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=10, n_positions=32)},
-            tokenizer={"tokenizer_path": "letters"},
-            optimizer={"kwargs": {"lr": 1e-2}},
-            method=method,
-        )
-        .evolve(model={"num_layers_unfrozen": -1}, **changes)
-    )
-
-
-def rewards(samples: list[str], **_: Any) -> list[float]:
-    return [float(sample.count("a")) for sample in samples]
-
-
-def run(config: TRLConfig) -> Any:
-    """Train with the data of the method, and evaluate on two prompts."""
-    offline = {"samples": DIALOGUES, **({"rewards": [0.0, 1.0] * 8} if hasattr(config.method, "cql_scale") else {})}
-    online = {"reward_fn": rewards, "prompts": ["b", "c"] * 4}
-    given = online if hasattr(config.method, "chunk_size") or hasattr(config.method, "n_improve_steps") else offline
-    return trlx.train(**given, eval_prompts=["b", "c"], config=config)
-
-
-def weights(trainer: Any) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in trainer.trainer.models.unwrapped.parameters()])
 
 
 TRAINERS = {
@@ -277,10 +233,6 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_not_stopped(
     assert torch.equal(weights(resumed), weights(whole))
     ours, theirs = resumed.running_moments, whole.running_moments
     assert (ours.count, ours.mean, ours.std) == (theirs.count, theirs.mean, theirs.std)
-
-
-def untrained(default: Callable[[], TRLConfig]) -> Any:
-    return run(small(default, optimizer={"kwargs": {"lr": 1e-30, "weight_decay": 0.0}}))
 
 
 def test_methods_of_a_trainer_of_ones_own_are_called_as_in_trlx() -> None:
@@ -529,12 +481,12 @@ OVERRIDES = {
 
 @table("name", OVERRIDES)
 def test_an_override_that_would_not_be_called_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"Mine\.{name} would not be called: .*{OVERRIDES[name]}"):
+    with pytest.raises(ConfigError, match=rf"Mine\.{name} would not be used: .*{OVERRIDES[name]}"):
         type("Mine", (AcceleratePPOTrainer,), {name: lambda self: None})
 
 
 def test_rollouts_of_rft_are_made_by_trainkit() -> None:
-    with pytest.raises(ConfigError, match=r"make_experience would not be called: change reward_fn"):
+    with pytest.raises(ConfigError, match=r"make_experience would not be used: change reward_fn"):
         type("Mine", (AccelerateRFTTrainer,), {"make_experience": lambda self: None})
 
 

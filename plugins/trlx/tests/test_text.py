@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, GPT2Config, T5Config
 
 import trainkit_trlx as trlx
@@ -200,14 +201,18 @@ def test_without_prompts_evaluations_begin_with_the_beginning_token(default: Any
 
 def test_a_pipeline_of_ones_own_gives_prompts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Numbers(BasePipeline):
-        def __getitem__(self, index: int) -> dict[str, Any]:
-            return {"input_ids": [3 + index], "attention_mask": [1], "number": index}
+        def __getitem__(self, index: int) -> int:
+            return 3 + index
 
         def __len__(self) -> int:
             return 2
 
-        def create_loader(self, *_: Any, **__: Any) -> Any:
-            raise NotImplementedError
+        def create_loader(self, batch_size: int, shuffle: bool, prep_fn: Any = None, num_workers: int = 0) -> Any:
+            def collate(items: list[int]) -> dict[str, Any]:
+                ids = torch.tensor([[9, item] for item in items])
+                return {"input_ids": ids, "attention_mask": ids != 9, "number": [item - 3 for item in items]}
+
+            return DataLoader(self, batch_size, shuffle=shuffle, collate_fn=collate, num_workers=num_workers)
 
     @register_datapipeline
     class Numbered(PromptPipeline):
@@ -218,7 +223,7 @@ def test_a_pipeline_of_ones_own_gives_prompts(tmp_path: Path, caplog: pytest.Log
     trainer.add_prompt_pipeline(Numbers())
     assert [row["number"] for row in trainer.trainer.pipeline.rows] == [0, 1]
     assert [trainer.tokenizer(row["prompt"]).input_ids for row in trainer.trainer.pipeline.rows] == [[3], [4]]
-    assert "Numbers.create_loader is not called: trainkit makes batches of prompts itself" in caplog.text
+    assert "Numbers.create_loader is called once for all passes, and trainkit makes batches of its own" in caplog.text
     seen: list[tuple[str, int]] = []
 
     def reward_fn(prompts: list[str], number: list[int], **_: Any) -> list[float]:

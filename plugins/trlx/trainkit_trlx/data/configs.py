@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import os
@@ -18,23 +17,28 @@ import trainkit
 from trainkit.errors import ConfigError, describe, suggest
 from trainkit_migrate import Translation, translate
 from trainkit_trlx.data.method_configs import MethodConfig, check_arguments, checked, get_method
+from trainkit_trlx.overrides import own_class
 
 log = logging.getLogger(__name__)
 
 
-def merge(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``base`` with nested changes; neither is modified."""
+def merge(base: dict[str, Any], update: Mapping[str, Any], updated: set[str] | None = None) -> dict[str, Any]:
+    """Return ``base`` with nested changes; neither is modified. ``updated`` gets the names of what has changed."""
     found = dict(base)
-    for key, value in changes.items():
+    for key, value in update.items():
         old = found.get(key)
-        found[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, Mapping) else value
+        nested = isinstance(old, dict) and isinstance(value, Mapping)
+        found[key] = merge(old, value, updated) if nested else value  # type: ignore[arg-type]
+        if updated is not None:
+            updated.add(key)
     return found
 
 
-def own_class(cls: type[Any]) -> type[Any]:
-    """Return the first class of this package among a class and those that it derives from."""
-    package = __name__.partition(".")[0]
-    return next(each for each in cls.__mro__ if each.__module__.partition(".")[0] == package)
+def copied(value: Any) -> Any:
+    """Return plain data as a copy; what is in it of other types, such as models and functions, is not copied."""
+    if isinstance(value, dict):
+        return {key: copied(each) for key, each in value.items()}
+    return [copied(each) for each in value] if isinstance(value, list) else value
 
 
 class Section:
@@ -174,7 +178,7 @@ class TRLConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the sections as dictionaries; changing these does not change the configuration."""
-        return {name: copy.deepcopy(vars(getattr(self, name))) for name in ("method", *SECTIONS)}
+        return {name: copied(vars(getattr(self, name))) for name in ("method", *SECTIONS)}
 
     def evolve(self, **kwargs: Any) -> Self:
         """Return a copy with nested changes: ``config.evolve(method=dict(gamma=0.9), train=dict(seed=2))``."""
@@ -187,7 +191,7 @@ class TRLConfig:
         Raises:
             ConfigError: a field does not exist. (trlX says so of sections alone, and ignores other fields.)
         """
-        base = baseconfig.to_dict() if isinstance(baseconfig, TRLConfig) else copy.deepcopy(dict(baseconfig))
+        base = baseconfig.to_dict() if isinstance(baseconfig, TRLConfig) else copied(dict(baseconfig))
         for path, value in config.items():
             nested = value
             for part in reversed(path.split(".")):
@@ -239,8 +243,13 @@ class TRLConfig:
             given["train"].pop(name)
         if trainer is not None:
             given["train"]["trainer"] = trainer
-        method = own_class(type(self.method))  # further settings of a class of one's own are read by its trainer
-        given["method"] = {each.name: given["method"][each.name] for each in fields(method)}
+        method: Any = own_class(type(self.method))  # further settings of a class of one's own are read by its trainer
+        if method in (MethodConfig, object):
+            raise ConfigError(
+                f"method is a {type(self.method).__name__}, which has the settings of no method of trlX; derive it "
+                "from PPOConfig, ILQLConfig, SFTConfig or RFTConfig, or derive the trainer from AccelerateRLTrainer"
+            )
+        given["method"] = {each.name: given["method"].get(each.name) for each in fields(method)}
         given["method"]["name"] = method.__name__
         best = given["train"].pop("save_best") if measured else False
         if not isinstance(given["model"]["model_path"], str):

@@ -115,21 +115,10 @@ def default_rft_config() -> TRLConfig:
 
 def default_nemo_20b_config() -> TRLConfig:
     """Raise an error: trainkit has no NeMo."""
-    raise _no_nemo()
-
-
-def default_nemo_2b_config() -> TRLConfig:
-    """Raise an error: trainkit has no NeMo."""
-    raise _no_nemo()
-
-
-def default_nemo_1_3b_config() -> TRLConfig:
-    """Raise an error: trainkit has no NeMo."""
-    raise _no_nemo()
-
-
-def _no_nemo() -> NotImplementedError:
-    return NotImplementedError(
+    raise NotImplementedError(
         "trainkit has no NeMo: take default_ppo_config() or default_ilql_config(), and divide the model with "
         "train.sharding of trainkit (docs/distributed.md)"
     )
+
+
+default_nemo_2b_config = default_nemo_1_3b_config = default_nemo_20b_config

@@ -22,16 +22,8 @@ class ILQLElement:
     dones: Tensor
 
 
-@dataclass
-class ILQLBatch:
+class ILQLBatch(ILQLElement):
     """Samples, padded: token ids [B, T], rewards and actions [B, A], states and dones [B, A + 1]."""
-
-    input_ids: Tensor
-    attention_mask: Tensor
-    rewards: Tensor
-    states_ixs: Tensor
-    actions_ixs: Tensor
-    dones: Tensor
 
 
 @dataclass
@@ -47,17 +39,8 @@ class ILQLSeq2SeqElement:
     dones: Tensor
 
 
-@dataclass
-class ILQLSeq2SeqBatch:
+class ILQLSeq2SeqBatch(ILQLSeq2SeqElement):
     """Samples, padded: token ids [B, T], rewards and actions [B, A], states and dones [B, A + 1]."""
-
-    input_ids: Tensor
-    attention_mask: Tensor
-    decoder_input_ids: Tensor
-    rewards: Tensor
-    states_ixs: Tensor
-    actions_ixs: Tensor
-    dones: Tensor
 
 
 def flatten_dataclass(cls: type[Any]) -> Callable[[Any], list[Any]]:

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from trainkit.errors import ConfigError, describe, suggest
 from trainkit_migrate import framework
+from trainkit_trlx.overrides import own_class, remembered
 
 _METHODS: dict[str, Any] = {}
 
@@ -61,6 +62,8 @@ def registering(name: Any, registry: dict[str, Any], module: str) -> Any:
     """Register a class in lower case, as an attribute of a module too; with a name, return what registers a class."""
 
     def register(cls: Any, key: str) -> Any:
+        if own_class(cls) is cls:
+            remembered(cls)
         registry[key.lower()] = cls
         setattr(sys.modules[module], key.lower(), cls)
         return cls
@@ -85,9 +88,21 @@ def registered(name: str, registry: Mapping[str, Any], setting: str, what: str) 
 @dataclass
 @register_method
 class MethodConfig:
-    """Base class of the settings of an algorithm."""
+    """Base class of the settings of an algorithm. Trainers call the functions that a class of one's own replaces."""
 
     name: str
+
+    def __init_subclass__(cls) -> None:
+        """Refuse what earlier versions of trlX called.
+
+        Raises:
+            ConfigError: the class has it; says what to do instead.
+        """
+        if "heads" in vars(cls):
+            raise ConfigError(
+                f"{cls.__name__}.heads would not be called, as in trlX since 0.4: derive the trainer from "
+                "AccelerateRLTrainer, whose get_arch returns a model with heads of its own"
+            )
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
         """Refuse fields that the class does not have."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import re
@@ -18,7 +19,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils.generic import ModelOutput
 
 from trainkit import models
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, describe
 from trainkit.models import (
     ValueBranch,
     ValueHead,
@@ -28,6 +29,7 @@ from trainkit.models import (
     state_width,
     with_adapter,
 )
+from trainkit_trlx.overrides import own_class, remembered, replaced
 from trainkit_trlx.utils.modeling import (
     hf_get_decoder_blocks,
     hf_get_decoder_final_norm,
@@ -85,6 +87,37 @@ def checkpoint(path: str | Path) -> dict[str, Tensor]:
     for file in files:
         state |= torch.load(file, map_location="cpu", weights_only=True)
     return state if any(name.startswith((BASE, HEADS, f"{HEAD}0.", f"{HEAD}decoder_blocks.")) for name in state) else {}
+
+
+INSTEAD = (
+    "trainkit runs the language model and its heads itself; override forward of the language model, base_model, or "
+    "derive the trainer from AccelerateRLTrainer, whose loop calls the model"
+)
+
+
+def checked_model(model: Any, heads: Mapping[str, type[Any]]) -> Any:
+    """Return a model of the user, if trainkit calls all that is theirs in it.
+
+    Args:
+        model: a model of trlX, or of transformers.
+        heads: the classes of the modules that it has besides the language model, by their names.
+
+    Raises:
+        ConfigError: a function of its class or of a head would not be called.
+    """
+    parts = {name: getattr(model, name) for name in heads if hasattr(model, name)}
+    for name, part in parts.items():
+        if not isinstance(part, heads[name]):
+            raise ConfigError(
+                f"{name} of the model is {describe(part)}, which would not be trained; give a "
+                f"{heads[name].__module__}.{heads[name].__qualname__}, whose weights you may set, or derive the "
+                "trainer from AccelerateRLTrainer, whose loop calls the model"
+            )
+    for each in (model, *parts.values()):
+        for name in replaced(each) if own_class(type(each)) is not object else ():
+            if name != "post_init":  # called while the model is made
+                raise ConfigError(f"{type(each).__name__}.{name} would not be called: {INSTEAD}")
+    return model
 
 
 def load(module: nn.Module, state: Mapping[str, Tensor], where: str) -> None:
@@ -211,11 +244,97 @@ class Seq2SeqLMOutputWithValue(ModelOutput):
     value: Tensor | None = None
 
 
-class OfTrlx:
-    """What the models of trlX have besides those of trainkit, before which it stands in the order of inheritance.
+@remembered
+class PreTrainedModelWrapper(models.PreTrainedModelWrapper):
+    """Base class of the models of trlX: a language model, ``base_model``, and heads."""
 
-    The value head is Linear, ReLU, Linear. It begins with values of 0, unlike in trlX. With
-    ``num_value_layers_unfrozen`` it reads the states of ``critic``, a trained copy of the upper layers.
+    def __init__(self, base_model: Any = None, peft_config: Any = None, **kwargs: Any) -> None:
+        super().__init__(adapted(base_model, peft_config), **kwargs)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: Any,
+        revision: str | None = None,
+        peft_config: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Self:
+        """Load a model as trainkit does; or a checkpoint of trlX, with the weights of its heads and branches.
+
+        Args:
+            pretrained_model_name_or_path: a hub id or a directory, or a live model.
+            revision: the revision on the hub.
+            peft_config: an adapter to add.
+            *args: passed to transformers.
+            **kwargs: those of the class; ``is_trainable=True`` makes an adapter that is loaded trainable; others are
+                passed to transformers.
+        """
+        path = pretrained_model_name_or_path
+        state = checkpoint(path) if isinstance(path, str | Path) else {}
+        base = base_from(path, state, cls.transformers_parent_class)
+        given = {**cls.arguments_of(state), "peft_config": peft_config, **kwargs}
+        if revision is not None:
+            given["revision"] = revision
+        made = super().from_pretrained(base, *args, **given)
+        if base is not path:  # otherwise the heads are loaded
+            made.post_init(state)
+        return made
+
+    @classmethod
+    def arguments_of(cls, state_dict: Mapping[str, Tensor]) -> dict[str, Any]:  # noqa: ARG003
+        """Return the arguments of the class that the weights of a checkpoint of trlX show."""
+        return {}
+
+    @property
+    def base_model(self) -> Any:
+        """The language model."""
+        return self.pretrained_model
+
+    def state_dict(self, *, heads_only: bool = False, **kwargs: Any) -> Any:
+        """Return all weights, named as in transformers, those of a model with an adapter too, and those of the heads.
+
+        With ``heads_only``, return what is not the model's alone.
+        """
+        state = super().state_dict(**kwargs)
+        if heads_only:
+            return {name: tensor for name, tensor in state.items() if name.split(".")[0] in self.supported_modules}
+        if has_adapter(self.base_model):
+            self.base_model.state_dict(destination=state, **kwargs)
+        return state
+
+    @property
+    def is_loaded_in_8bit(self) -> bool:
+        """Whether the weights of the language model have 8 bits."""
+        return bool(getattr(self.base_model, "is_loaded_in_8bit", False))
+
+    @property
+    def forward_kwargs(self) -> list[str]:
+        """The arguments of the forward pass of the language model."""
+        return list(arguments(self.base_model).parameters)
+
+    @classmethod
+    def from_config(cls, config: PreTrainedConfig, peft_config: Any = None, **kwargs: Any) -> Self:
+        """Make a model with random weights."""
+        made = cls.transformers_parent_class.from_config(config)
+        return cls.from_pretrained(made, None, peft_config, **kwargs)
+
+    def get_compatible_forward_kwargs(self, **kwargs: Any) -> dict[str, Any]:
+        """Return those of the arguments that the language model takes."""
+        known = arguments(self.base_model).parameters
+        return {name: value for name, value in kwargs.items() if name in known}
+
+    @property
+    def peft_type(self) -> str | None:
+        """The type of the adapter; None without one."""
+        config = getattr(self.base_model, "peft_config", {}).get("default")
+        return None if config is None else str(getattr(config.peft_type, "value", config.peft_type))
+
+
+class WithValueHead(PreTrainedModelWrapper):
+    """A model with a value head, Linear, ReLU, Linear. It begins with values of 0, unlike in trlX.
+
+    With ``num_value_layers_unfrozen`` the head reads the states of ``critic``, a trained copy of the upper layers.
     """
 
     output_class: type[Any] = CausalLMOutputWithValue
@@ -223,31 +342,16 @@ class OfTrlx:
     supported_modules: ClassVar[tuple[str, ...]] = ("v_head", "critic")
     critic: ValueBranch | None
     if TYPE_CHECKING:
-        pretrained_model: Any
-        transformers_parent_class: Any
-        config: Any
         _put: Any
         v_head: Any
 
     def __init__(
         self, base_model: Any = None, peft_config: Any = None, num_value_layers_unfrozen: int = 0, **kwargs: Any
     ) -> None:
-        base_model = adapted(base_model, peft_config)
-        super().__init__(base_model, summary_dropout_prob=0.0, **kwargs)  # type: ignore[call-arg]
-        self._put(ValueHead(state_width(base_model.config)))
+        super().__init__(base_model, peft_config, summary_dropout_prob=0.0, **kwargs)
+        self._put(ValueHead(state_width(self.config)))
         if num_value_layers_unfrozen:
-            self.critic = ValueBranch(base_model, num_value_layers_unfrozen).train(base_model.training)
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Self:
-        """Load a model as trainkit does; or a checkpoint of trlX, with the weights of its heads and branches."""
-        path = pretrained_model_name_or_path
-        state = checkpoint(path) if isinstance(path, str | Path) else {}
-        base = base_from(path, state, cls.transformers_parent_class)
-        made = super().from_pretrained(base, *args, **kwargs)  # type: ignore[misc]
-        if base is not path:  # otherwise the heads are loaded
-            made.post_init(state)
-        return made  # type: ignore[no-any-return]
+            self._set_branch(num_value_layers_unfrozen)
 
     def post_init(self, state_dict: Mapping[str, Tensor]) -> None:
         """Load the value head and its layers from a state dictionary that may have them, with names of trlX or ours.
@@ -267,7 +371,7 @@ class OfTrlx:
         elif head:
             self._set_branch(0)
         named = {f"v_head.{LAYERS.get(name, name)}": tensor for name, tensor in head.items()}
-        super().post_init(named)  # type: ignore[misc]
+        super().post_init(named)
 
     def _set_branch(self, layers: int) -> None:
         """Give the value head layers of its own, as a checkpoint has them."""
@@ -282,38 +386,10 @@ class OfTrlx:
             self.critic = ValueBranch(self.base_model, layers).train(self.base_model.training)
 
     @property
-    def base_model(self) -> Any:
-        """The language model."""
-        return self.pretrained_model
-
-    def state_dict(self, *, heads_only: bool = False, **kwargs: Any) -> Any:
-        """Return all weights, named as in transformers, and ``v_head.*``; those of the model too if it has an adapter.
-
-        With ``heads_only``, return what is not the model's alone.
-        """
-        state = super().state_dict(**kwargs)  # type: ignore[misc]
-        if heads_only:
-            return {name: tensor for name, tensor in state.items() if name.split(".")[0] in self.supported_modules}
-        if has_adapter(self.base_model):
-            self.base_model.state_dict(destination=state, **kwargs)
-        return state
-
-    @classmethod
-    def from_config(cls, config: PreTrainedConfig, peft_config: Any = None, **kwargs: Any) -> Self:
-        """Make a model with random weights."""
-        made = cls.transformers_parent_class.from_config(config)
-        return cls.from_pretrained(made, peft_config=peft_config, **kwargs)
-
-    def get_compatible_forward_kwargs(self, **kwargs: Any) -> dict[str, Any]:
-        """Return those of the arguments that the language model takes."""
-        known = arguments(self.base_model).parameters
-        return {name: value for name, value in kwargs.items() if name in known}
-
-    @property
-    def peft_type(self) -> str | None:
-        """The type of the adapter; None without one."""
-        config = getattr(self.base_model, "peft_config", {}).get("default")
-        return None if config is None else str(getattr(config.peft_type, "value", config.peft_type))
+    def num_value_layers_unfrozen(self) -> int:
+        """How many layers the value head has of its own."""
+        own = getattr(self, "critic", None)
+        return 0 if own is None else own.layers
 
     def inputs(self, args: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of a forward pass by name, in the order of trlX, without those that the model lacks.
@@ -368,28 +444,27 @@ class OfTrlx:
         return self.pretrained_model.generate(*args, **kwargs)
 
 
-class PreTrainedModelWrapper(OfTrlx, models.PreTrainedModelWrapper):
-    """Base class of the models with a value head."""
-
-
-class Hydra(PreTrainedModelWrapper):
+class Hydra(WithValueHead):
     """A model with a frozen branch: a copy of its upper layers, above those that neither of the two trains.
 
     Args:
         base_model: the language model. If it has an adapter, the frozen model is the one without the adapter.
         num_layers_unfrozen: the layers that are copied, and may be trained; those below are frozen. -1: a copy of the
             whole model, and nothing is frozen.
-        **kwargs: those of the model with a value head.
+        **kwargs: those of the model with a value head; ``frozen`` is the frozen model, instead of a copy.
     """
 
     supported_args: ClassVar[tuple[str, ...]] = ("num_layers_unfrozen", "num_value_layers_unfrozen")
 
     def __init__(self, base_model: Any, *, num_layers_unfrozen: int = -1, **kwargs: Any) -> None:
+        frozen = kwargs.pop("frozen", None)
         super().__init__(base_model, **kwargs)
         self.num_layers_unfrozen, base_model = num_layers_unfrozen, self.pretrained_model
-        self._frozen: list[Any] = []  # a list, so that it is no submodule
+        self._frozen: list[Any] = [] if frozen is None else [frozen]  # a list, so that it is no submodule
         reads_virtual_tokens = getattr(getattr(base_model, "active_peft_config", None), "is_prompt_learning", False)
-        if not has_adapter(base_model) or reads_virtual_tokens:  # which change the outputs from the beginning
+        if frozen is None and (
+            not has_adapter(base_model) or reads_virtual_tokens
+        ):  # which change the outputs from the beginning
             layers = hf_get_num_hidden_layers(base_model.config.get_text_config(decoder=True))
             shared = None if num_layers_unfrozen < 0 else layers - num_layers_unfrozen
             self._frozen = [create_reference_model(base_model, shared)]
@@ -409,7 +484,11 @@ class Hydra(PreTrainedModelWrapper):
                     f"{depth(branch)} layers; give {depth(branch)}, or -1"
                 )
             load_branch(self.frozen_head, branch, "the frozen branch")
-            load(self.frozen_head.get_output_embeddings(), under("lm_head.", branch), "the frozen branch")
+            head = copy.deepcopy(
+                self.frozen_head.get_output_embeddings()
+            )  # it may share weights with the trained model
+            load(head, under("lm_head.", branch), "the frozen branch")
+            self.frozen_head.set_output_embeddings(head)
 
     @property
     def frozen_head(self) -> Any:
@@ -428,20 +507,24 @@ class Hydra(PreTrainedModelWrapper):
         return outputs if return_dict else outputs.logits
 
 
-class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper, models.AutoModelForCausalLMWithValueHead):  # type: ignore[misc]
+@remembered
+class AutoModelForCausalLMWithValueHead(WithValueHead, models.AutoModelForCausalLMWithValueHead):  # type: ignore[misc]
     """A causal language model with a value head."""
 
 
+@remembered
 class AutoModelForCausalLMWithHydraValueHead(Hydra, models.AutoModelForCausalLMWithValueHead):  # type: ignore[misc]
     """A causal language model with a value head and a frozen branch."""
 
 
-class AutoModelForSeq2SeqLMWithValueHead(PreTrainedModelWrapper, models.AutoModelForSeq2SeqLMWithValueHead):  # type: ignore[misc]
+@remembered
+class AutoModelForSeq2SeqLMWithValueHead(WithValueHead, models.AutoModelForSeq2SeqLMWithValueHead):  # type: ignore[misc]
     """An encoder-decoder with a value head."""
 
     output_class = Seq2SeqLMOutputWithValue
 
 
+@remembered
 class AutoModelForSeq2SeqLMWithHydraValueHead(Hydra, models.AutoModelForSeq2SeqLMWithValueHead):  # type: ignore[misc]
     """An encoder-decoder with a value head and a frozen branch of its decoder."""
 

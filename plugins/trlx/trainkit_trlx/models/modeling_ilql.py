@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from peft import PeftConfig, PeftModel
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.utils.generic import ModelOutput
 
 from trainkit import functional as F
-from trainkit.models import has_adapter
+from trainkit.models import state_width
 from trainkit_trlx.data.ilql_types import ILQLBatch, ILQLSeq2SeqBatch
 from trainkit_trlx.data.method_configs import MethodConfig, register_method
-from trainkit_trlx.models.modeling_base import BASE, HEADS, adapted, arguments, base_from, checkpoint, load, under
+from trainkit_trlx.models.modeling_base import HEADS, PreTrainedModelWrapper, arguments, load, under
+from trainkit_trlx.overrides import remembered
 from trainkit_trlx.utils.modeling import flatten_dict, get_tensor_stats, make_head
 
 if TYPE_CHECKING:
@@ -55,6 +54,7 @@ def batched_index_select(x: Tensor, idxs: Tensor, dim: int) -> Tensor:
     return x.gather(dim, idxs.view(view).expand(shape))
 
 
+@remembered
 class ILQLHeads(nn.Module):
     """V, one or two Q, and their targets, with the names of trlX.
 
@@ -70,7 +70,7 @@ class ILQLHeads(nn.Module):
         self, hidden_size: int, vocab_size: int, two_qs: bool, alpha: float, dtype: torch.dtype = torch.float32
     ) -> None:
         super().__init__()
-        self.two_qs, self.alpha = two_qs, alpha
+        self.hidden_size, self.vocab_size, self.two_qs, self.alpha = hidden_size, vocab_size, two_qs, alpha
         self.v_head = make_head(hidden_size, 1, dtype)
         self.q_heads = nn.ModuleList(make_head(hidden_size, vocab_size, dtype) for _ in range(2 if two_qs else 1))
         self.target_q_heads = copy.deepcopy(self.q_heads).requires_grad_(False)
@@ -180,63 +180,41 @@ class Seq2SeqILQLOutput(CausalILQLOutput):
     encoder_outputs: Any = None
 
 
-class AutoModelForCausalLMWithILQLHeads(nn.Module):
+@remembered
+class AutoModelForCausalLMWithILQLHeads(PreTrainedModelWrapper):
     """A causal language model with the heads of ILQL, for checkpoints of trlX and loops of one's own.
 
     Args:
         base_model: the language model.
-        two_qs: whether there are two Q.
+        two_qs: whether there are two Q; in `from_pretrained`, saved heads decide it if it is not given.
         alpha: the share of Q in an update of its target.
         peft_config: an adapter to add to the language model.
     """
 
-    auto_class: Any = AutoModelForCausalLM
+    transformers_parent_class: ClassVar[Any] = AutoModelForCausalLM
+    supported_args = ("two_qs", "alpha")
+    supported_modules = ("ilql_heads",)
 
     def __init__(self, base_model: Any, *, two_qs: bool = True, alpha: float = 0.99, peft_config: Any = None) -> None:
-        super().__init__()
-        base_model = adapted(base_model, peft_config)
-        self.base_model = base_model
-        config = base_model.config.get_text_config(decoder=True)
-        self.ilql_heads = ILQLHeads(config.hidden_size, config.vocab_size, two_qs, alpha, base_model.dtype)
-
-    @property
-    def config(self) -> PreTrainedConfig:
-        """The configuration of the language model."""
-        return cast(PreTrainedConfig, self.base_model.config)
+        super().__init__(base_model, peft_config)
+        config = self.config.get_text_config(decoder=True)
+        self.two_qs, self.alpha = two_qs, alpha
+        self.ilql_heads = ILQLHeads(state_width(config), config.vocab_size, two_qs, alpha, self.base_model.dtype)
 
     @classmethod
-    def from_config(cls, config: PreTrainedConfig, **kwargs: Any) -> Self:
-        """Make a model with random weights."""
-        return cls(cls.auto_class.from_config(config), **kwargs)
+    def arguments_of(cls, state_dict: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return how many Q the heads of a checkpoint have."""
+        heads = under(HEADS, state_dict)
+        return {"two_qs": any(name.startswith("q_heads.1.") for name in heads)} if heads else {}
 
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *, is_trainable: bool = False, **kwargs: Any) -> Self:
-        """Load a model, or what trlX or `save_pretrained` wrote with its heads and adapter; or wrap a live model.
+    def post_init(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Load the heads from a state dictionary that may have them.
 
-        Args:
-            pretrained_model_name_or_path: a hub id or a directory, or the live model.
-            is_trainable: whether an adapter that is loaded can be trained.
-            **kwargs: those of the class. Without ``two_qs``, saved heads decide how many Q there are.
+        Raises:
+            ConfigError: they do not fit.
         """
-        path = pretrained_model_name_or_path
-        state = checkpoint(path) if isinstance(path, str | Path) else {}
-        base = base_from(path, state, cls.auto_class)
-        if isinstance(base, str | Path):
-            base = cls._load(str(path), is_trainable)
-        heads = under(HEADS, state)
-        if heads:
-            kwargs = {"two_qs": any(name.startswith("q_heads.1.") for name in heads), **kwargs}
-        made = cls(base, **kwargs)
-        if heads:
-            load(made.ilql_heads, heads, f"the heads of {str(path)!r}")
-        return made
-
-    @classmethod
-    def _load(cls, path: str, trainable: bool) -> Any:
-        if not (Path(path) / "adapter_config.json").is_file():
-            return cls.auto_class.from_pretrained(path)
-        below = PeftConfig.from_pretrained(path).base_model_name_or_path
-        return PeftModel.from_pretrained(cls.auto_class.from_pretrained(below), path, is_trainable=trainable)
+        if heads := under(HEADS, state_dict):
+            load(self.ilql_heads, heads, "the heads of the checkpoint")
 
     def _runs(self, inputs: dict[str, Any]) -> Any:
         """Return the outputs of the language model for those of the inputs that are given."""
@@ -274,16 +252,6 @@ class AutoModelForCausalLMWithILQLHeads(nn.Module):
     def sync_target_q_heads(self) -> None:
         """Move the targets towards Q."""
         self.ilql_heads.sync_target_q_heads()
-
-    def save_pretrained(self, save_directory: str | Path) -> None:
-        """Write configuration and weights, or with an adapter this and the heads; `from_pretrained` reads them."""
-        state = self.state_dict()
-        if has_adapter(self.base_model):
-            self.base_model.save_pretrained(str(save_directory))
-            state = {name: tensor for name, tensor in state.items() if not name.startswith(BASE)}
-        else:
-            self.config.save_pretrained(save_directory)
-        torch.save(state, Path(save_directory) / "pytorch_model.bin")
 
     @torch.no_grad()
     def generate(
@@ -330,10 +298,11 @@ class AutoModelForCausalLMWithILQLHeads(nn.Module):
         return choice.continued(step, input_ids, mask, past_key_values, length)
 
 
+@remembered
 class AutoModelForSeq2SeqLMWithILQLHeads(AutoModelForCausalLMWithILQLHeads):
     """An encoder-decoder with the heads of ILQL on its decoder."""
 
-    auto_class = AutoModelForSeq2SeqLM
+    transformers_parent_class = AutoModelForSeq2SeqLM
 
     def forward(  # type: ignore[override]
         self,

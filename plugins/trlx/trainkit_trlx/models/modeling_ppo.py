@@ -18,7 +18,7 @@ from trainkit_trlx.models.modeling_base import (
     CausalLMOutputWithValue,
     Seq2SeqLMOutputWithValue,
 )
-from trainkit_trlx.utils.modeling import flatten_dict, get_tensor_stats
+from trainkit_trlx.utils.modeling import flatten_dict, get_tensor_stats, whiten
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,13 +95,13 @@ class PPOConfig(MethodConfig):
     ) -> tuple[Tensor, Tensor]:
         """Return advantages and returns of the first ``response_length`` tokens of each row. [B, R] -> two [B, R].
 
-        Whitened advantages have mean 0 and variance 1 over all of these entries, padding included: trainkit's own PPO
-        whitens over the tokens of responses alone, which `trainkit.functional.whiten` does with a mask.
+        Whitened advantages have mean 0 and variance 1 over all of these entries of all processes, padding included:
+        trainkit's own PPO whitens over the tokens of responses alone, as `trainkit.functional.whiten` does with a mask.
         """
         values, rewards = values[:, :response_length], rewards[:, :response_length]
         every = torch.ones_like(values, dtype=torch.bool)
         advantages, returns = F.gae(values, rewards, every, gamma=self.gamma, lam=self.lam)
-        return (F.whiten(advantages, every) if use_whitening else advantages).detach(), returns
+        return (whiten(advantages) if use_whitening else advantages).detach(), returns
 
     def loss(
         self,

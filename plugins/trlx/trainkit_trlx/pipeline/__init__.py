@@ -10,6 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset
 
 from trainkit_trlx.data.method_configs import registering
+from trainkit_trlx.overrides import remembered
 
 _DATAPIPELINE: dict[str, Any] = {}
 
@@ -42,6 +43,7 @@ class BasePipeline(Dataset[Any]):
         """Return a loader of batches."""
 
 
+@remembered
 class BaseRolloutStore(Dataset[Any]):
     """Base class of stores of experience.
 

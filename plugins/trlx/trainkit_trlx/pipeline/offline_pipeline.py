@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 from trainkit.errors import DataError, describe
 from trainkit_trlx.data.configs import say_once
 from trainkit_trlx.data.ilql_types import ILQLBatch, ILQLElement, ILQLSeq2SeqBatch, ILQLSeq2SeqElement
+from trainkit_trlx.overrides import own_class, remembered, replaced
 from trainkit_trlx.pipeline import BasePipeline, BaseRolloutStore, register_datapipeline
 
 log = logging.getLogger(__name__)
@@ -68,6 +70,7 @@ def _cut(ids: list[tuple[int, ...]], tokenizer: Any, max_length: int) -> list[tu
     return found[::-1] if left else found
 
 
+@remembered
 class DialogStore(BaseRolloutStore):
     """Tokenised dialogues, with labels for outputs and -100 for prompts.
 
@@ -149,11 +152,10 @@ class PromptPipeline(BasePipeline):
         cut, whole = encoded(truncation=True, max_length=max_prompt_length), encoded()["input_ids"]
         ids, masks = cut["input_ids"], cut["attention_mask"]
         long = [len(before) > len(after) for before, after in zip(whole, ids, strict=True)]
-        self.given = [
-            {"prompt": _decoded(tokenizer, tokens, add_special_tokens) if is_cut else text, **row}
-            for text, tokens, row, is_cut in zip(texts, ids, rows, long, strict=True)
+        self._texts = [
+            (tuple(tokens), _decoded(tokenizer, tokens, add_special_tokens) if is_cut else text)
+            for text, tokens, is_cut in zip(texts, ids, long, strict=True)
         ]
-        """The prompts as text, cut like their ids."""
         if any(long):
             lost = "end" if tokenizer.truncation_side == "right" else "beginning"
             log.warning(
@@ -168,6 +170,18 @@ class PromptPipeline(BasePipeline):
             {"input_ids": tokens, "attention_mask": mask, **row}
             for tokens, mask, row in zip(ids, masks, rows, strict=True)
         ]
+
+    @property
+    def given(self) -> list[dict[str, Any]]:
+        """The prompts as text, cut like their ids, with their columns; text of ids that were changed is decoded."""
+        found = []
+        for index, row in enumerate(self.prompts):
+            ids, text = self._texts[index] if index < len(self._texts) else ((), "")
+            if ids != tuple(row["input_ids"]):
+                text = _decoded(self.tokenizer, row["input_ids"], added=True)
+            columns = {name: value for name, value in row.items() if name not in ("input_ids", "attention_mask")}
+            found.append({"prompt": text, **columns})
+        return found
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return a prompt: ``input_ids``, ``attention_mask`` and its columns."""
@@ -204,25 +218,63 @@ def _decoded(tokenizer: Any, ids: list[int], added: bool) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=added))
 
 
-def prompts_of(pipeline: Any, tokenizer: Any) -> list[Any]:
+def lacking(batch: Any, names: Iterable[str]) -> list[str]:
+    """Return which of the names a batch, a mapping or an object, does not have."""
+    return [name for name in names if not (name in batch if isinstance(batch, Mapping) else hasattr(batch, name))]
+
+
+def batches_of(store: Any, batch_size: int, names: Iterable[str]) -> list[Any]:
+    """Return the batches of one pass over a store or a pipeline, in its order.
+
+    Args:
+        store: has `create_loader`.
+        batch_size: the rows of a batch.
+        names: what a batch has.
+
+    Raises:
+        DataError: its loader has no end, or gives something else.
+    """
+    name = f"{type(store).__name__}.create_loader"
+    if replaced(store, ("create_loader",)):
+        say_once(
+            f"{name} is called once for all passes, and trainkit makes batches of its own of the rows; to train on its "
+            "batches, derive the trainer from AccelerateRLTrainer"
+        )
+    taken = inspect.signature(store.create_loader).parameters.values()
+    shuffles = any(each.name == "shuffle" or each.kind is each.VAR_KEYWORD for each in taken)
+    loader = store.create_loader(batch_size, **({"shuffle": False} if shuffles else {}))
+    try:
+        len(loader)
+    except TypeError as error:
+        raise DataError(
+            f"{name} returned {describe(loader)}, which has no length; return a DataLoader of a dataset that has one"
+        ) from error
+    batches = list(loader)
+    for batch in batches:
+        if lacking(batch, names):
+            raise DataError(f"{name} gave {describe(batch)}; return a DataLoader whose batches have {', '.join(names)}")
+    return batches
+
+
+def prompts_of(pipeline: Any, tokenizer: Any, batch_size: int) -> list[Any]:
     """Return the prompts of a pipeline as text with their columns; a list of prompts, checked.
 
     Raises:
         DataError: there are no prompts, or one is neither a string nor a dict with a ``prompt``.
     """
-    if not isinstance(pipeline, BasePipeline):
+    if not hasattr(pipeline, "create_loader"):
         return checked_prompts(pipeline)
-    if type(pipeline).create_loader is not PromptPipeline.create_loader:
-        say_once(f"{type(pipeline).__name__}.create_loader is not called: trainkit makes batches of prompts itself")
-    if isinstance(pipeline, PromptPipeline) and type(pipeline).__getitem__ is PromptPipeline.__getitem__:
-        return pipeline.given
-    rows = [dict(pipeline[index]) for index in range(len(pipeline))]  # a pipeline of one's own
-    texts = [_decoded(tokenizer, row.pop("input_ids"), added=True) if "input_ids" in row else None for row in rows]
-    for row in rows:
-        row.pop("attention_mask", None)
-    return checked_prompts(
-        [row if text is None else {"prompt": text, **row} for text, row in zip(texts, rows, strict=True)]
-    )
+    own = replaced(pipeline, ("__getitem__", "__len__", "create_loader"))
+    if own_class(type(pipeline)) is PromptPipeline and not own:
+        return checked_prompts(pipeline.given)
+    rows = []
+    for batch in batches_of(pipeline, batch_size, ("input_ids", "attention_mask")):
+        ids, real = (torch.as_tensor(batch[name]) for name in ("input_ids", "attention_mask"))
+        columns = {name: values for name, values in dict(batch).items() if name not in ("input_ids", "attention_mask")}
+        for index, (prompt, keep) in enumerate(zip(ids, real.bool(), strict=True)):
+            further = {name: values[index] for name, values in columns.items()}
+            rows.append({"prompt": _decoded(tokenizer, prompt[keep].tolist(), added=True), **further})
+    return checked_prompts(rows)
 
 
 def ilql_collate_fn(elems: Iterable[ILQLElement]) -> ILQLBatch:
@@ -241,13 +293,7 @@ def _padded(cls: type[Any], rows: Iterable[Any]) -> list[torch.Tensor]:
     return [pad_sequence(column, batch_first=True) for column in columns]
 
 
-def _elements(cls: type[Any], columns: dict[str, list[torch.Tensor]]) -> list[Any]:
-    """Return an element for each row of the columns."""
-    if len({len(column) for column in columns.values()}) > 1:
-        raise ValueError(f"give one list of the same length for each of {', '.join(columns)}")
-    return [cls(*row) for row in zip(*columns.values(), strict=True)]
-
-
+@remembered
 class ILQLRolloutStorage(BaseRolloutStore):
     """Samples with rewards, for loops of one's own; trainkit's trainers keep theirs themselves.
 
@@ -260,21 +306,33 @@ class ILQLRolloutStorage(BaseRolloutStore):
         dones: 0 at the last state, else 1 [A + 1].
     """
 
+    kind: type[Any] = ILQLElement
+    collate: Callable[[Iterable[Any]], Any] = staticmethod(ilql_collate_fn)
+
     def __init__(
         self, input_ids: Any, attention_mask: Any, rewards: Any, states_ixs: Any, actions_ixs: Any, dones: Any
     ) -> None:
         super().__init__()
-        columns = {"input_ids": input_ids, "attention_mask": attention_mask, "rewards": rewards}
-        columns |= {"states_ixs": states_ixs, "actions_ixs": actions_ixs, "dones": dones}
-        self.history = _elements(ILQLElement, columns)
+        self._fill(input_ids, attention_mask, rewards, states_ixs, actions_ixs, dones)
+
+    def _fill(self, *columns: Any) -> None:
+        """Make an element of each row of the columns."""
+        if len({len(column) for column in columns}) > 1:
+            names = ", ".join(about.name for about in fields(self.kind))
+            raise ValueError(f"give one list of the same length for each of {names}")
+        self.history = [self.kind(*row) for row in zip(*columns, strict=True)]
 
     def create_loader(self, batch_size: int, shuffle: bool = True) -> DataLoader[Any]:  # type: ignore[override]
         """Return a loader of batches, padded with 0."""
-        return DataLoader(self, batch_size, shuffle=shuffle, collate_fn=ilql_collate_fn)
+        return DataLoader(self, batch_size, shuffle=shuffle, collate_fn=self.collate)
 
 
-class ILQLSeq2SeqRolloutStorage(BaseRolloutStore):
+@remembered
+class ILQLSeq2SeqRolloutStorage(ILQLRolloutStorage):
     """The same for encoder-decoders, with ``decoder_input_ids`` after ``attention_mask``."""
+
+    kind = ILQLSeq2SeqElement
+    collate = staticmethod(ilql_seq2seq_collate_fn)
 
     def __init__(
         self,
@@ -286,11 +344,5 @@ class ILQLSeq2SeqRolloutStorage(BaseRolloutStore):
         actions_ixs: Any,
         dones: Any,
     ) -> None:
-        super().__init__()
-        columns = {"input_ids": input_ids, "attention_mask": attention_mask, "decoder_input_ids": decoder_input_ids}
-        columns |= {"rewards": rewards, "states_ixs": states_ixs, "actions_ixs": actions_ixs, "dones": dones}
-        self.history = _elements(ILQLSeq2SeqElement, columns)
-
-    def create_loader(self, batch_size: int, shuffle: bool = True) -> DataLoader[Any]:  # type: ignore[override]
-        """Return a loader of batches, padded with 0."""
-        return DataLoader(self, batch_size, shuffle=shuffle, collate_fn=ilql_seq2seq_collate_fn)
+        BaseRolloutStore.__init__(self)
+        self._fill(input_ids, attention_mask, decoder_input_ids, rewards, states_ixs, actions_ixs, dones)

@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from trainkit_trlx.data.ppo_types import PPORLBatch, PPORLElement
+from trainkit_trlx.overrides import remembered
 from trainkit_trlx.pipeline import BaseRolloutStore
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def ppo_collate_fn(padding_side: str, pad_token_id: int, elems: Iterable[PPORLEl
 NUMBERS = ("logprobs", "values", "rewards")
 
 
+@remembered
 class PPORolloutStorage(BaseRolloutStore):
     """Rollouts, for loops of one's own; trainkit's trainers keep theirs themselves.
 

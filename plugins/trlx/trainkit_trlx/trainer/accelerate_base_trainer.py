@@ -64,7 +64,8 @@ class AccelerateRLTrainer(BaseRLTrainer):
     def __init__(self, config: TRLConfig, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
         train, method = config.train, config.method
-        self.set_sizes()
+        self.max_length, self.mb_size = train.seq_length, train.minibatch_size or train.batch_size
+        self.num_mb = train.batch_size // self.mb_size
         if train.batch_size % self.mb_size:
             raise ConfigError(
                 f"train.minibatch_size is {self.mb_size}, and train.batch_size {train.batch_size}; give a divisor of it"
@@ -132,12 +133,6 @@ class AccelerateRLTrainer(BaseRLTrainer):
         """Do nothing; called after all passes of an epoch."""
 
     # -------------------------------------------------------------------------------------------------- construction
-
-    def set_sizes(self) -> None:
-        """Set the attributes that trlX has of the configuration."""
-        train = self.config.train
-        self.max_length, self.mb_size = train.seq_length, train.minibatch_size or train.batch_size
-        self.num_mb = train.batch_size // self.mb_size
 
     def setup_model(self) -> Any:
         """Return the model of `get_arch`, with the lower layers frozen that the configuration names."""

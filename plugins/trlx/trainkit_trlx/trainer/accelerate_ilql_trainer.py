@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch import nn
 
 from trainkit import Sequences, get_trainer
 from trainkit import functional as F
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, DataError, describe
 from trainkit_trlx.data.configs import TRLConfig
 from trainkit_trlx.data.ilql_types import ILQLBatch, ILQLElement, ILQLSeq2SeqBatch, ILQLSeq2SeqElement
 from trainkit_trlx.models.modeling_base import load, new_model
-from trainkit_trlx.models.modeling_ilql import AutoModelForCausalLMWithILQLHeads, AutoModelForSeq2SeqLMWithILQLHeads
+from trainkit_trlx.models.modeling_ilql import (
+    AutoModelForCausalLMWithILQLHeads,
+    AutoModelForSeq2SeqLMWithILQLHeads,
+    ILQLHeads,
+)
 from trainkit_trlx.pipeline.offline_pipeline import (
-    IGNORED,
     ILQLRolloutStorage,
     ilql_collate_fn,
     ilql_seq2seq_collate_fn,
@@ -26,7 +30,7 @@ from trainkit_trlx.pipeline.offline_pipeline import (
 )
 from trainkit_trlx.trainer import register_trainer
 from trainkit_trlx.trainer.names import tensor_statistics
-from trainkit_trlx.trainer.offline import Offline, Samples
+from trainkit_trlx.trainer.offline import TOKEN_REWARDS, Offline, Samples
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,6 +104,8 @@ def _ours(name: str) -> str:
 class ILQL(Samples, Trainer):  # type: ignore[misc]
     """trainkit's ILQL for trlX's, with the heads of a checkpoint of trlX."""
 
+    columns = (TOKEN_REWARDS,)
+
     def __init__(self, config: Any, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
         given: Any = self.live_model
@@ -110,9 +116,39 @@ class ILQL(Samples, Trainer):  # type: ignore[misc]
         """Return the policy, with the heads of a checkpoint of trlX."""
         policy = super().get_arch(config)
         if self._saved is not None:
+            for head in (self._saved.v_head, *self._saved.q_heads, *self._saved.target_q_heads):
+                if [type(each) for each in head.children()] != [nn.Linear, nn.ReLU, nn.Linear]:
+                    raise ConfigError(
+                        f"a head of ilql_heads is {describe(head)}, and trainkit's are Linear, ReLU, Linear; write "
+                        "make_head, or derive the trainer from AccelerateRLTrainer, whose loop calls the model"
+                    )
             ours = {_ours(name): tensor for name, tensor in self._saved.state_dict().items()}
-            load(policy.head, ours, "the checkpoint")
+            load(policy.head, ours, "ilql_heads of the model")
         return policy
+
+    def rows_of(self, batch: Any) -> list[dict[str, Any]]:
+        """Return what is trained on as tokenised samples, with the rewards of their tokens."""
+        masks = zip(batch.rewards, batch.sequences.response_mask, strict=True)
+        rewards = [{TOKEN_REWARDS: given[chosen].tolist()} for given, chosen in masks]
+        return [row | each for row, each in zip(super().rows_of(batch.sequences), rewards, strict=True)]
+
+    def make_experience(self, rows: Any, rewards: Any = None, max_length: int | None = None) -> Any:
+        """Return samples as experience; those of a store have the rewards of their tokens as they are there.
+
+        Raises:
+            DataError: a sample has fewer tokens than rewards, because it was cut.
+        """
+        made = super().make_experience(rows, rewards, max_length)
+        if TOKEN_REWARDS not in rows[0]:
+            return made
+        counts = made.sequences.response_mask.sum(1).tolist()
+        if wrong := [row for row, count in zip(rows, counts, strict=True) if len(row[TOKEN_REWARDS]) != count]:
+            raise DataError(
+                f"a sample of the store has {len(wrong[0]['input_ids'])} tokens, more than train.seq_length; raise "
+                "that, or make the store with a smaller max_length"
+            )
+        given = [torch.tensor(row[TOKEN_REWARDS], device=made.rewards.device) for row in rows]
+        return self._rewarded(made.sequences, given)
 
     def statistics(self, batch: Any, outputs: Any) -> Any:
         """Return the metrics of a micro-batch with those of trlX."""
@@ -121,6 +157,14 @@ class ILQL(Samples, Trainer):  # type: ignore[misc]
         tensors = {"values": head["values"], **qs, "awac_weight": self.weights(outputs)}
         own = {key: each for name, x in tensors.items() for key, each in tensor_statistics(name, x, mask).items()}
         return {**super().statistics(batch, outputs), **own}
+
+    def loss_of_method(self, batch: Any) -> tuple[Tensor, dict[str, Any]]:
+        """Return the loss and the statistics of the user's `loss` of the settings."""
+        given = self.as_trlx(batch)
+        inputs = ("input_ids", "attention_mask", "decoder_input_ids", "actions_ixs", "states_ixs")
+        outputs = self.outer.model(**{name: getattr(given, name) for name in inputs if hasattr(given, name)})
+        logits, qs, target_qs, values = outputs[:4]
+        return self.outer.config.method.loss((logits, (qs, target_qs, values)), given)  # type: ignore[no-any-return]
 
     def as_trlx(self, batch: Any) -> ILQLBatch | ILQLSeq2SeqBatch:
         """Return samples with the positions of states and actions; of an encoder-decoder, its decoder's start first."""
@@ -178,6 +222,8 @@ class AccelerateILQLTrainer(Offline):
 
     trainer_class, algorithm = ILQL, "ilql"
     fields = tuple(each.name for each in fields(ILQLBatch))
+    heads: ClassVar[Mapping[str, type[Any]]] = {"ilql_heads": ILQLHeads}
+    of_method = ("loss",)
 
     @property
     def ilql(self) -> Any:
@@ -212,13 +258,15 @@ class AccelerateILQLTrainer(Offline):
 
     def make_experience(self, samples: Any, rewards: Any, max_length: int = 2048) -> None:
         """Set the samples to train on, of at most ``max_length`` tokens, and their rewards."""
-        self.set_samples(samples, rewards, max_length)
+        if self.trainer.model_config.is_encoder_decoder:
+            return self.make_experience_seq2seq(samples, rewards, max_length)
+        return self.set_samples(samples, rewards, max_length)
 
     def make_experience_seq2seq(self, samples: Any, rewards: Any, max_length: int = 2048) -> None:
-        """Set the samples to train on, as `make_experience`: trainkit knows whether the model is an encoder-decoder."""
-        self.make_experience(samples, rewards, max_length)
+        """Set the samples to train an encoder-decoder on, as `make_experience` does with other models."""
+        self.set_samples(samples, rewards, max_length)
 
-    def new_store(self, samples: list[Any], rewards: Any, max_length: int) -> ILQLRolloutStorage:
+    def new_store(self, samples: list[Any], rewards: Any, max_length: int | None) -> ILQLRolloutStorage:
         """Return the samples, tokenised, with normalised rewards.
 
         Raises:
@@ -228,14 +276,4 @@ class AccelerateILQLTrainer(Offline):
             raise ConfigError(
                 "the store has samples of causal models, and the model is an encoder-decoder; give its samples as text"
             )
-        return make_experience(samples, rewards, self.tokenizer, max_length, verbose=False)
-
-    def samples_of(self, store: Any) -> tuple[list[Any], list[float]]:
-        """Return the samples of a store, tokenised, with the sum of the rewards of each."""
-        rows = []
-        for item in store:
-            labels = torch.full_like(item.input_ids, IGNORED)
-            places = item.actions_ixs + 1
-            labels[places] = item.input_ids[places]
-            rows.append({"input_ids": item.input_ids.tolist(), "labels": labels.tolist()})
-        return rows, [float(item.rewards.sum()) for item in store]
+        return make_experience(samples, rewards, self.tokenizer, max_length or self.max_length, verbose=False)

@@ -5,24 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from trainkit import Sequences, get_trainer
 from trainkit import functional as F
 from trainkit.errors import ConfigError, DataError, describe
 from trainkit.metrics import Mean
+from trainkit.models import ValueHead
 from trainkit_trlx.data.configs import TRLConfig
 from trainkit_trlx.data.ppo_types import PPORLBatch, PPORLElement
-from trainkit_trlx.models.modeling_base import new_model
+from trainkit_trlx.models.modeling_base import checkpoint, new_model, under
 from trainkit_trlx.models.modeling_ppo import (
     AdaptiveKLController,
+    AutoModelForCausalLMWithHydraValueHead,
     AutoModelForCausalLMWithValueHead,
+    AutoModelForSeq2SeqLMWithHydraValueHead,
     AutoModelForSeq2SeqLMWithValueHead,
     FixedKLController,
     relative_error,
 )
+from trainkit_trlx.overrides import replaced
+from trainkit_trlx.pipeline.offline_pipeline import batches_of
 from trainkit_trlx.pipeline.ppo_pipeline import PPORolloutStorage, ppo_collate_fn
 from trainkit_trlx.trainer import register_trainer
 from trainkit_trlx.trainer.bridge import Bridge
@@ -79,17 +85,24 @@ class PPO(Bridge, Trainer):  # type: ignore[misc]
             policy.critic.load_state_dict(saved.state_dict())
         return policy
 
-    def from_store(self, rows: list[Any]) -> Any:
+    def stored(self, rows: list[Any]) -> Any:
         """Return the experience that the trainer's `make_experience` puts into its store, which is then emptied."""
-        store = self.outer.store
-        self.outer.make_experience(len(rows), self.progress.step)
-        if not len(store):
-            raise DataError(
-                f"{type(self.outer).__name__}.make_experience put nothing into the store; call push_to_store"
-            )
-        made = self.from_trlx(store)
-        store.clear_history()
+        outer = self.outer
+        outer.make_experience(len(rows), self.progress.step)
+        if not len(outer.store):
+            raise DataError(f"{type(outer).__name__}.make_experience put nothing into the store; call push_to_store")
+        if outer.rollout_logging_dir is not None and self.parallel.is_main:
+            outer.store.export_history(location=str(outer.rollout_logging_dir))
+        made = self.from_trlx(self.stored_elements(outer.store))
+        outer.store.clear_history()
         return made
+
+    def stored_elements(self, store: Any) -> Iterable[PPORLElement]:
+        """Return the rollouts of a store; with a `create_loader` of the user's own, those of its batches."""
+        if not replaced(store, ("create_loader",)):
+            return store  # type: ignore[no-any-return]
+        batches = batches_of(store, self.outer.config.train.batch_size, self.outer.fields)
+        return [each for batch in batches for each in _rows(batch, self.tokenizer.pad_token_id, len(self.start))]
 
     def rewards(self, experience: Any, scores: Tensor) -> Tensor:
         """Return the rewards per token of a collection [B, T], and keep them."""
@@ -146,6 +159,25 @@ class PPO(Bridge, Trainer):  # type: ignore[misc]
             for row, (query, response, mask) in enumerate(columns)
         ]
 
+    def of_method(self, batch: Any) -> Any:
+        """Return experience with the advantages and returns of the settings, if the user has replaced these."""
+        if "get_advantages_and_returns" not in self.outer.own_of_method:
+            return batch
+        mask = batch.sequences.response_mask
+        values, rewards = by_response(batch.old_values, mask), by_response(batch.rewards, mask)
+        found = self.outer.config.method.get_advantages_and_returns(values, rewards, rewards.shape[1])
+        advantages, returns = (from_responses(each.detach(), mask) for each in found)
+        return replace(batch, advantages=advantages, returns=returns)
+
+    def loss_of_method(self, batch: Any) -> tuple[Tensor, dict[str, Any]]:
+        """Return the loss and the statistics of the user's `loss` of the settings; tensors are [B, R]."""
+        mask = batch.sequences.response_mask
+        new = self.policy(batch.sequences)
+        tensors = {"logprobs": new.logprobs, "values": new.values, "old_logprobs": batch.old_logprobs}
+        tensors |= {"old_values": batch.old_values, "advantages": batch.advantages, "returns": batch.returns}
+        given = {name: by_response(x, mask) for name, x in tensors.items()}
+        return self.outer.config.method.loss(**given, mask=by_response(mask.long(), mask))  # type: ignore[no-any-return]
+
     def as_trlx(self, batch: Any) -> PPORLBatch:
         """Return rollouts as a batch, with prompts padded on the left."""
         elements = self.elements(batch)
@@ -185,6 +217,18 @@ class PPO(Bridge, Trainer):  # type: ignore[misc]
             given["rewards"],
         )
         return made.to(self.accelerator.device)
+
+
+def by_response(x: Tensor, mask: Tensor) -> Tensor:
+    """Return the numbers of tokens in a mask from the first column on, followed by zeros. [B, T], [B, T] -> [B, R]."""
+    return pad_sequence([row[keep] for row, keep in zip(x, mask, strict=True)], batch_first=True)
+
+
+def from_responses(x: Tensor, mask: Tensor) -> Tensor:
+    """Return the numbers of `by_response` at their tokens. [B, R], [B, T] -> [B, T]."""
+    counts = mask.sum(1, keepdim=True)
+    given = torch.arange(x.shape[1], device=x.device) < counts
+    return torch.zeros(mask.shape, dtype=x.dtype, device=x.device).masked_scatter(mask, x[given])
 
 
 def _rows(batch: PPORLBatch, pad: int, first: int) -> list[PPORLElement]:
@@ -253,33 +297,29 @@ class AcceleratePPOTrainer(Computed):
 
     trainer_class, algorithm = PPO, "ppo"
     fields = tuple(each.name for each in fields(PPORLBatch))
+    heads: ClassVar[Mapping[str, type[Any]]] = {"v_head": ValueHead}
+    of_method = ("loss", "get_advantages_and_returns")
 
-    def __init__(
-        self,
-        config: TRLConfig,
-        reward_fn: Any = None,
-        metric_fn: Any = None,
-        logit_mask: Tensor | None = None,
-        stop_sequences: list[str] | None = None,
-        train_mode: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(config, reward_fn, metric_fn, logit_mask, stop_sequences, train_mode, **kwargs)
+    def __init__(self, config: TRLConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
         self._drawn = 0
         self.store = PPORolloutStorage(self.tokenizer.pad_token_id, self.tokenizer.padding_side)
 
-    def _refresh(self) -> None:
-        super()._refresh()
-        trainer = self.trainer
-        if self.overrides("make_experience") or self.overrides("push_to_store") or len(self.store):
-            trainer.make_experience = trainer.from_store  # for a whole collection, as trlX calls it
+    def take_store(self) -> None:
+        """Let collections be those of the store, if the user fills it or has a store of their own."""
+        own = replaced(self, ("make_experience", "push_to_store")) or replaced(self.store)
+        if own or type(self.store) is not PPORolloutStorage or len(self.store):
+            trainer = self.trainer
+            trainer.make_experience, trainer.from_store = trainer.stored, True  # for a whole collection, as trlX does
             rows = max(trainer.config.rollout.num_rollouts // trainer.parallel.world, 1)
             trainer.config = trainer.config.evolve(rollout={"batch_size": rows})
 
     @staticmethod
     def from_checkpoint(path: str, seq2seq: bool) -> Any:
-        """Return the model that trlX has saved in a directory, with its value head."""
-        made = AutoModelForSeq2SeqLMWithValueHead if seq2seq else AutoModelForCausalLMWithValueHead
+        """Return the model that trlX has saved in a directory, with its value head and its frozen branch."""
+        made: Any = AutoModelForSeq2SeqLMWithValueHead if seq2seq else AutoModelForCausalLMWithValueHead
+        if under("frozen_head.", checkpoint(path)):
+            made = AutoModelForSeq2SeqLMWithHydraValueHead if seq2seq else AutoModelForCausalLMWithHydraValueHead
         return made.from_pretrained(path, is_trainable=True)
 
     def get_arch(self, config: TRLConfig) -> Any:
@@ -291,9 +331,11 @@ class AcceleratePPOTrainer(Computed):
         )
 
     def wrapped_model(self, policy: Any) -> Any:
-        """Return the language model with the value head, which are trained."""
+        """Return the language model with the value head, which are trained, and the reference as frozen branch."""
         seq2seq = policy.model.config.is_encoder_decoder
-        made = (AutoModelForSeq2SeqLMWithValueHead if seq2seq else AutoModelForCausalLMWithValueHead)(policy.model)
+        cls: Any = AutoModelForSeq2SeqLMWithHydraValueHead if seq2seq else AutoModelForCausalLMWithHydraValueHead
+        unfrozen = self.config.model.num_layers_unfrozen
+        made = cls(policy.model, num_layers_unfrozen=unfrozen, frozen=self.ref_model)
         made.v_head = policy.value_head
         if policy.critic is not None:
             made.critic = policy.critic
@@ -342,6 +384,7 @@ class AcceleratePPOTrainer(Computed):
             num_rollouts: how many, in this process.
             iter_count: the number of steps; without effect.
         """
+        self.refresh()
         trainer = self.trainer
         if trainer.pipeline is None:
             raise ConfigError("make_experience() needs prompts; call add_prompt_pipeline before")

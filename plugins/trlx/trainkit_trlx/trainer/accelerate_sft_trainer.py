@@ -47,15 +47,12 @@ class AccelerateSFTTrainer(Offline):
         """Set the samples to train on: strings or dialogues, of at most ``seq_length`` tokens."""
         self.set_samples(samples, None, seq_length)
 
-    def new_store(self, samples: list[Any], rewards: Any, max_length: int) -> DialogStore:
+    def new_store(self, samples: list[Any], rewards: Any, max_length: int | None) -> DialogStore:
         """Return the samples, tokenised as they are trained on: strings without a beginning token, and with EOS."""
+        room = max_length or self.max_length
         alone = [isinstance(each, str) for each in samples]
         dialogues = (
-            tokenize_dialogue(each, self.tokenizer, max_length + first)[first:]
+            tokenize_dialogue(each, self.tokenizer, room + first)[first:]
             for each, first in zip(samples, alone, strict=True)
         )
         return DialogStore([*dialogues], self.tokenizer)
-
-    def samples_of(self, store: Any) -> tuple[list[Any], None]:
-        """Return the samples of a store, tokenised."""
-        return [{**item, "labels": item.get("labels", item["input_ids"])} for item in store], None

@@ -16,6 +16,7 @@ from trainkit import hookimpl
 from trainkit.errors import ConfigError, describe
 from trainkit.metrics import Mean
 from trainkit_trlx.data.configs import say_once
+from trainkit_trlx.utils.modeling import flatten_dict
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,6 +36,10 @@ class Bridge:
         progress: Any
         online: bool
         passes: int | None
+        parallel: Any
+
+    from_store = False
+    """Whether collections are what `make_experience` of the user puts into the store."""
 
     def __init__(self, config: Any, *, outer: Any, **kwargs: Any) -> None:
         self.outer, self.evaluating = outer, False
@@ -54,12 +59,20 @@ class Bridge:
         return known if known is not None and _equal(batch, self.as_trlx(known)) else self.from_trlx(batch)
 
     def loss(self, batch: Any) -> tuple[Tensor, Any]:
-        """Return the loss and the metrics of a batch; those of the subclass if it has a loss of its own."""
-        if not self.outer.overrides("loss"):
-            return self.measured_loss(batch)
+        """Return the loss and the metrics of a batch; those of the user if they have a loss of their own."""
+        if not self.outer.has_own_loss:
+            return self.measured_loss(self.of_method(batch))
         given = self.as_trlx(batch)
         given.experience = batch
         return checked_loss(self.outer, self.outer.loss(given), batch.weight)
+
+    def of_method(self, batch: Any) -> Any:
+        """Return experience with what the user's functions of the settings of the method make of it."""
+        return batch
+
+    def loss_of_method(self, batch: Any) -> tuple[Tensor, dict[str, Any]]:
+        """Return the loss and the statistics of the user's `loss` of the settings, called with what trlX gives it."""
+        raise NotImplementedError
 
     def measured_loss(self, batch: Any) -> tuple[Tensor, Any]:
         """Return the loss and the metrics that trainkit computes."""
@@ -108,6 +121,7 @@ class Bridge:
             self.outer.post_backward_callback()
             if not self.online or self.progress.epoch == self.passes:  # an epoch of samples is one pass
                 self.outer.post_epoch_callback()
+            self.outer.refresh()
         return metrics
 
     def write_model(self, building: Path, target: Path) -> None:
@@ -132,7 +146,7 @@ def checked_loss(outer: Any, given: Any, weight: Tensor) -> tuple[Tensor, dict[s
             "numbers by name"
         )
     numbers = {}
-    for name, value in given[1].items():
+    for name, value in flatten_dict(given[1]).items():
         with suppress(TypeError, ValueError):  # such as histograms, which trlX passed on to wandb
             numbers[str(name)] = float(value)
     count = weight.double().cpu()
@@ -169,7 +183,7 @@ class Observer:
     def on_experience(self, trainer: Any, rollouts: list[Any]) -> None:
         """Write the rollouts of a collection to ``train.rollout_logging_dir``, those of the main process."""
         directory = self.outer.rollout_logging_dir
-        if directory is None or not rollouts or not trainer.parallel.is_main:
+        if directory is None or not rollouts or trainer.from_store or not trainer.parallel.is_main:
             return
         rows = [
             {"query_tensor": query.tolist(), "response_tensor": response.tolist()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 import logging
 import os
@@ -15,15 +17,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
 from trainkit.errors import ConfigError, DataError, describe, suggest
 from trainkit.models import has_adapter
 from trainkit.runs import free_directory
 from trainkit_migrate import translate_sampling
-from trainkit_trlx.data.configs import TRLConfig, own_class, say_once
-from trainkit_trlx.models.modeling_base import base_from, checkpoint
-from trainkit_trlx.pipeline.offline_pipeline import PromptPipeline, prompts_of
+from trainkit_trlx.data.configs import TRLConfig, of_this_run, say_once
+from trainkit_trlx.models.modeling_base import base_from, checked_model, checkpoint
+from trainkit_trlx.overrides import own_class, replaced
+from trainkit_trlx.pipeline.offline_pipeline import PromptPipeline, lacking, prompts_of
 from trainkit_trlx.trainer import BaseRLTrainer
 from trainkit_trlx.trainer.accelerate_base_trainer import AccelerateRLTrainer, language_model, prepared_tokenizer
 from trainkit_trlx.trainer.bridge import Observer
@@ -44,7 +47,9 @@ NOT_CALLED = {
     "generate": f"change method.gen_kwargs, or register a hook make_sampler of trainkit ({LOOP})",
     "generate_eval": "change method.gen_kwargs",
     "save": "give save_fn to learn(), which gets the directory of each checkpoint; or override save_pretrained",
-    "from_checkpoint": "override get_arch",
+    "load": "name the checkpoint in config.train.resume_from_checkpoint, from which learn() goes on",
+    "repeat_interleave": "change reward_fn and metric_fn",
+    "_accumulate": f"trainkit accumulates exactly; set config.train.minibatch_size ({LOOP})",
 }
 """Methods of trlX that a trainer of one's own cannot override, because trainkit does not call them, and what to do."""
 SETTINGS = {
@@ -54,8 +59,33 @@ SETTINGS = {
     "opt": "give optimizer= in train.trainer_kwargs",
     "scheduler": "give scheduler= in train.trainer_kwargs",
     "model": "override get_arch",
+    "max_length": "set config.train.seq_length",
+    "mb_size": "set config.train.minibatch_size",
+    "num_mb": "set config.train.minibatch_size",
+    "ref_model": "give reference= in train.trainer_kwargs",
+    "tokenizer": "give tokenizer= in train.trainer_kwargs",
+    "n_updates_per_batch": "set config.method.ppo_epochs",
+    "ilql": "set config.method",
+    **dict.fromkeys(("accelerator", "iter_count", "running_moments"), LOOP),
 }
-"""Attributes that cannot be set, and what to do."""
+"""Properties that cannot be set, and what to do."""
+TAKEN = "the adapter has this name; write another one"
+NAMES = (
+    *("trainer", "trainer_class", "algorithm", "fields", "heads", "of_method", "refused", "overrides", "own_of_method"),
+    *("has_own_loss", "unused", "refresh", "take_store", "named", "generation", "from_checkpoint", "wrapped_model"),
+    *("set_samples", "new_store"),
+)
+"""Public names that trainers of trlX do not have."""
+NOT_SET = {
+    "ref_mean": "no mean is subtracted, in trlX neither; remove it",
+    "ref_std": "set config.method.ref_std",
+    "generate_sweep_kwarg": "give config.method.gen_kwargs a list of values",
+    "eval_dataloader": "call add_eval_pipeline",
+    "prompt_iterator": "call add_prompt_pipeline",
+    "prompt_dataloader": "call add_prompt_pipeline",
+    "train_dataloader": f"fill store in make_experience ({LOOP})",
+}
+"""Attributes of trlX that trainkit does not read, and what to do."""
 
 ABSENT = {
     "mb_count": "iter_count has the number of steps",
@@ -104,6 +134,10 @@ class Computed(AccelerateRLTrainer):
     """Its method."""
     fields: ClassVar[tuple[str, ...]] = ("input_ids", "attention_mask")
     """What a batch has that `loss` takes."""
+    heads: ClassVar[Mapping[str, type[Any]]] = {}
+    """The modules that a model has besides the language model, which are trained."""
+    of_method: ClassVar[tuple[str, ...]] = ()
+    """The functions of the settings of the method that `loss` calls."""
     refused: ClassVar[Mapping[str, str]] = {}
     """Further methods that cannot be overridden, and what to do."""
 
@@ -120,7 +154,6 @@ class Computed(AccelerateRLTrainer):
         **kwargs: Any,
     ) -> None:
         BaseRLTrainer.__init__(self, config, reward_fn, metric_fn, logit_mask, stop_sequences, train_mode)
-        self.set_sizes()
         if log_names not in ("trlx", "trainkit"):
             raise ConfigError(f"log_names should be 'trlx' or 'trainkit'; given {log_names!r}")
         self._sharding, self._log_names = sharding, log_names
@@ -128,9 +161,8 @@ class Computed(AccelerateRLTrainer):
         self._observer, self._replayed = Observer(self), dict[str, Callable[[], None]]()
         self.rollout_logging_dir: Path | None = None
         self._generation: dict[str, Any] = {}
-        self._made_of = self._translated()
-        self.trainer = self._make()
-        prepared_tokenizer(self.trainer.tokenizer, config.tokenizer)
+        self._engine = self._make()
+        prepared_tokenizer(self.tokenizer, config.tokenizer)
         self.generate_kwargs = self.generation(self.config.method.gen_kwargs)  # type: ignore[attr-defined]
         self.generate_experience_kwargs = None
         if (apart := getattr(config.method, "gen_experience_kwargs", None)) is not None:
@@ -145,6 +177,8 @@ class Computed(AccelerateRLTrainer):
             )
         if config.train.rollout_logging_dir is not None and int(os.environ.get("RANK", 0)) == 0:
             self.setup_rollout_logging(config)
+        refuse_replaced(self, self.unused())
+        self._made_of: Any = self._settings()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuse methods of a trainer of one's own that would not be called.
@@ -153,35 +187,101 @@ class Computed(AccelerateRLTrainer):
             ConfigError: there is one; says what to do instead.
         """
         super().__init_subclass__(**kwargs)
-        for name, instead in {**NOT_CALLED, **cls.refused}.items():
-            if name in vars(cls) and own_class(cls) is not cls:
-                raise ConfigError(f"{cls.__name__}.{name} would not be called: {instead}")
+        if own_class(cls) is not cls:
+            known = {name: instead for name, instead in SETTINGS.items() if hasattr(own_class(cls), name)}
+            refuse_replaced(cls, {**cls.unused(), **known})
 
     def __getattr__(self, name: str) -> Any:
         try:
-            return getattr(None if name.startswith("_") else vars(self).get("trainer"), name)
+            return getattr(None if name.startswith("_") else vars(self).get("_engine"), name)
         except AttributeError as error:
             known = [each for each in dir(type(self)) if not each.startswith("_")]
             said = f": {ABSENT[name]}" if name in ABSENT else suggest(name, known)
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{said}") from error
 
+    @classmethod
+    def unused(cls) -> dict[str, str]:
+        """Return what a trainer of one's own cannot have, and what to do instead."""
+        return {**dict.fromkeys(NAMES, TAKEN), **NOT_CALLED, **cls.refused}
+
     def overrides(self, name: str) -> bool:
-        """Return whether a trainer of one's own has another method of this name."""
-        return getattr(type(self), name) is not getattr(own_class(type(self)), name)
+        """Return whether the user has replaced a method of this name."""
+        return bool(replaced(self, (name,)))
+
+    @property
+    def own_of_method(self) -> list[str]:
+        """The functions of the settings of the method that the user has replaced, of those that `loss` calls."""
+        return replaced(self.config.method, self.of_method)
+
+    @property
+    def has_own_loss(self) -> bool:
+        """Whether the loss is the user's, of the trainer or of the settings of the method."""
+        return self.overrides("loss") or "loss" in self.own_of_method
 
     # ------------------------------------------------------------------------------------------------- construction
 
+    @property
+    def trainer(self) -> Any:
+        """The trainer of trainkit, of the configuration as it is when the model is loaded."""
+        if "_made_of" in vars(self) and not self._engine.models.built:
+            self.refresh()
+        return self._engine
+
+    def refresh(self) -> None:
+        """Make the trainer of trainkit anew if what it was made of has changed since.
+
+        Raises:
+            ConfigError: its model is loaded already.
+        """
+        now, before, built = self._settings(), self._made_of, self._engine.models.built
+        if now == before or (built and {**now, "fields": None} == {**before, "fields": None}):  # loading changes them
+            return
+        if built:
+            raise ConfigError(
+                "the configuration was changed after the model was loaded, and training would not follow it; change it "
+                "before reading model or opt and before generate, or make a new trainer"
+            )
+        self._made_of, tokenizer = now, self._engine.tokenizer
+        try:
+            self._engine = self._make(**({"tokenizer": tokenizer} if before["tokenizer"] == now["tokenizer"] else {}))
+            prepared_tokenizer(self.tokenizer, self.config.tokenizer)
+            for again in self._replayed.values():
+                again()
+        except Exception:
+            self._made_of = before
+            raise
+
+    def _settings(self) -> dict[str, Any]:
+        """Return what the trainer of trainkit is made of, to compare."""
+        found = self.config.to_dict()
+        for name in ("pipeline", "trainer_kwargs", "rollout_logging_dir"):  # read by `train`, or at construction
+            del found["train"][name]
+        method = own_class(type(self.config.method))  # settings of one's own may change at any time
+        found["method"] = {each.name: found["method"].get(each.name) for each in dataclasses.fields(method)}
+        model = found["model"]["model_path"]
+        found["fields"] = model.to_dict() if isinstance(model, PreTrainedConfig) else {}
+        found |= {"name": method, "own": [self.has_own_loss, *self.own_of_method]}
+        return found | {name: dict(getattr(self, name) or {}) for name in self._generation}
+
     def _translated(self) -> Any:
         """Return the configuration of trainkit, without the model and the directory."""
-        changes = {GENERATION[name]: changed for name in self._generation if (changed := self._changed(name))}
-        config = self.config.evolve(method=changes) if changes else self.config
+        config = copy.copy(self.config)
+        config.method = copy.copy(config.method)
+        for name, first in self._generation.items():
+            left, now = getattr(config.method, GENERATION[name], None), getattr(self, name) or {}
+            if first != now:
+                kept = {key: value for key, value in (left or {}).items() if key in now}
+                setattr(config.method, GENERATION[name], {**kept, **self._changed(name)})
         found = config.translated(self.metric_fn is not None, trainer=own_class(type(self)).__name__)
-        return found if self._sharding is None else found.evolve(train={"sharding": self._sharding})
+        changed = {} if self._sharding is None else {"sharding": self._sharding}
+        if self.has_own_loss or self.own_of_method:  # called for as many rows as in trlX
+            changed["microbatch_size"] = self.mb_size
+        return found.evolve(train=changed)
 
-    def _make(self) -> Any:
-        """Return trainkit's trainer."""
-        given = dict(self._further)
-        translated = self._with_model(self._made_of, given)
+    def _make(self, **given: Any) -> Any:
+        """Return trainkit's trainer, with arguments besides those that this one was given."""
+        given = {**self._further, **given}
+        translated = self._with_model(self._translated(), given)
         alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
         if translated.train.resume is None and alone:
             translated = translated.evolve(train={"run_dir": free_directory(self.config.train.checkpoint_dir)})
@@ -192,7 +292,7 @@ class Computed(AccelerateRLTrainer):
                 callbacks += renaming_trackers(entries, self.named)
         if "tokenizer" in given:
             translated = translated.evolve(tokenizer={"tokenizer_path": None})
-        return self.trainer_class(
+        made = self.trainer_class(
             translated,
             outer=self,
             reward_fn=taking(self.reward_fn, "reward_fn", self._separator),
@@ -202,6 +302,9 @@ class Computed(AccelerateRLTrainer):
             callbacks=callbacks,
             **given,
         )
+        if self.has_own_loss and hasattr(made.parallel.sharding, "averages_manually"):
+            made.parallel.sharding.averages_manually = True  # such a loss may run the model around DDP
+        return made
 
     def _with_model(self, translated: Any, given: dict[str, Any]) -> Any:
         """Return the configuration with the model: a path, the fields of a config, or none if ``given`` gets one."""
@@ -218,7 +321,9 @@ class Computed(AccelerateRLTrainer):
             model = self.from_checkpoint(model, seq2seq) if checkpoint(model) else None
             if model is None:
                 return translated
-        given["model"] = model
+            if (frozen := getattr(model, "frozen_head", None)) is not None:
+                given.setdefault("reference", frozen)
+        given["model"] = checked_model(model, self.heads)
         return translated.evolve(model={"model_path": None})
 
     def _separator(self) -> str:
@@ -232,26 +337,6 @@ class Computed(AccelerateRLTrainer):
         text = json.dumps(config.to_dict(), indent=2, default=str)
         (directory / "config.json").write_text(text, encoding="utf-8")
         self.rollout_logging_dir = directory
-
-    def _refresh(self) -> None:
-        """Make the trainer of trainkit anew if the configuration has changed since.
-
-        Raises:
-            ConfigError: its model is loaded already.
-        """
-        now = self._translated()
-        if now == self._made_of:
-            return
-        if self.trainer.models.built:
-            raise ConfigError(
-                "the configuration was changed after the model was loaded, and learn() would not follow it; change it "
-                "before reading model or opt and before generate, or make a new trainer"
-            )
-        tokenizer = self.trainer.tokenizer
-        self._made_of, self._further = now, {**self._further, "tokenizer": tokenizer}
-        self.trainer = self._make()
-        for again in self._replayed.values():
-            again()
 
     @staticmethod
     def from_checkpoint(path: str, seq2seq: bool) -> Any:
@@ -276,14 +361,39 @@ class Computed(AccelerateRLTrainer):
         return self.trainer.tokenizer
 
     @property
+    def max_length(self) -> int:  # type: ignore[override]
+        """The most tokens of prompt and response."""
+        return self.config.train.seq_length
+
+    @property
+    def mb_size(self) -> int:  # type: ignore[override]
+        """The rows of a micro-batch."""
+        return self.config.train.minibatch_size or self.config.train.batch_size
+
+    @property
+    def num_mb(self) -> int:  # type: ignore[override]
+        """The micro-batches of a step."""
+        return self.config.train.batch_size // self.mb_size
+
+    @property
     def accelerator(self) -> Any:
         """The accelerator."""
         return self.trainer.accelerator
 
     @property
     def model(self) -> Any:
-        """The model that is trained, as trlX has it: with a value head or heads of ILQL around a language model."""
+        """The model that is trained, as trlX has it: with a value head or heads of ILQL around a language model.
+
+        Raises:
+            ConfigError: it is divided among processes.
+        """
         self.trainer.models.build()
+        sharding = self.trainer.parallel.sharding
+        if sharding.keeps_sharded and not sharding.gathered:
+            raise ConfigError(
+                f"model of {type(self).__name__} is divided among processes; read it within "
+                "'with trainer.sharding.unsharded():', or to run it in a loss remove sharding from train.trainer_kwargs"
+            )
         if getattr(self, "_model_of", None) is not self.trainer:
             self._model_of, self._model = self.trainer, self.wrapped_model(self.trainer.unwrapped)
         return self._model
@@ -327,18 +437,24 @@ class Computed(AccelerateRLTrainer):
         Raises:
             ConfigError: it is one of trainkit, which cannot be set.
         """
+        where = f"{name} of {type(self).__name__}"
         if isinstance(getattr(type(self), name, None), property) and getattr(type(self), name).fset is None:
-            instead = SETTINGS.get(name, LOOP)
-            raise ConfigError(f"{name} of {type(self).__name__} is trainkit's and cannot be set: {instead}")
+            raise ConfigError(
+                f"{where} is trainkit's and cannot be set: {SETTINGS.get(name, 'the adapter has this name')}"
+            )
+        made = "_made_of" in vars(self)
+        if made and name in (unused := {**NOT_SET, **self.unused()}):
+            raise ConfigError(f"{where} would not be used: {unused[name]}")
         super().__setattr__(name, value)
-        if "trainer" not in vars(self):
-            return
-        if name == "reward_fn":
-            self.trainer.reward_fn = taking(value, name, self._separator)
-        elif name == "metric_fn":
-            self.trainer.metric_fn = prefixed(value, self._separator)
-        elif name in ("logit_mask", "stop_sequences"):
-            self._made_of = None
+        if made and name == "reward_fn":
+            self._engine.reward_fn = taking(value, name, self._separator)
+        elif made and name == "metric_fn":
+            self._engine.metric_fn = prefixed(value, self._separator)
+        elif made and name == "eval_pipeline":
+            self._replayed["eval"] = partial(self._set_eval, value)
+            self._set_eval(value)
+        elif made and name in ("logit_mask", "stop_sequences", "get_arch"):
+            self._made_of = {**self._made_of, name: value}
 
     # ---------------------------------------------------------------------------------------------------------- data
 
@@ -353,8 +469,6 @@ class Computed(AccelerateRLTrainer):
     def add_eval_pipeline(self, eval_pipeline: Any) -> None:
         """Set the prompts of evaluations: a pipeline, or the prompts. Those that are too long are cut."""
         self.eval_pipeline = eval_pipeline
-        self._replayed["eval"] = partial(self._set_eval, eval_pipeline)
-        self._set_eval(eval_pipeline)
 
     def _set_eval(self, pipeline: Any) -> None:
         text, rollout = self.trainer.text, self.trainer.config.rollout
@@ -366,7 +480,8 @@ class Computed(AccelerateRLTrainer):
 
     def _cut(self, pipeline: Any, room: int | None) -> list[Any]:
         """Return prompts as text of at most ``room`` tokens, those that the tokenizer adds included."""
-        given, tokenizer = prompts_of(pipeline, self.tokenizer), self.tokenizer
+        tokenizer = self.tokenizer
+        given = prompts_of(pipeline, tokenizer, getattr(self.config.method, "chunk_size", self.config.train.batch_size))
         if room is None or room < 1:  # trainkit says that there is no room
             return given
         seq2seq = self.trainer.model_config.is_encoder_decoder
@@ -407,8 +522,6 @@ class Computed(AccelerateRLTrainer):
         settings: Mapping[str, Any] = MappingProxyType({}),
     ) -> Any:
         """Generate with arguments of transformers over ``settings`` of trainkit."""
-        if not self.trainer.models.built:
-            self._refresh()
         input_ids, copies = _ids(input_ids), kwargs.pop("num_return_sequences", 1)
         found = translate_sampling(kwargs)
         if found.refused:
@@ -474,13 +587,17 @@ class Computed(AccelerateRLTrainer):
         A batch that the loop gives has what belongs to its whole collection, such as whitened advantages; they are
         those of the batch alone if it was changed, or comes from elsewhere.
         """
-        if missing := [name for name in self.fields if not _has(batch, name)]:
+        if missing := lacking(batch, self.fields):
             raise ConfigError(
                 f"loss() takes a batch with {', '.join(self.fields)}, and {', '.join(missing)} is missing; given "
                 f"{describe(batch)}"
             )
+        self.refresh()
         self.trainer.models.build()
         experience = self.trainer.experience_of(batch).to(self.accelerator.device)
+        experience = self.trainer.of_method(experience)
+        if "loss" in self.own_of_method:
+            return self.trainer.loss_of_method(experience)  # type: ignore[no-any-return]
         loss, metrics = self.trainer.measured_loss(experience)
         found = {"loss/total": float(loss.detach()), **{name: metric.compute() for name, metric in metrics.items()}}
         return loss, as_trlx(found, self.algorithm)
@@ -502,7 +619,7 @@ class Computed(AccelerateRLTrainer):
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate on the evaluation prompts. Return means by the names of trainkit, and by those that are logged."""
-        self._refresh()
+        self.refresh()
         found = self.trainer.measured()
         return {**found, **self.named(found)}
 
@@ -520,9 +637,13 @@ class Computed(AccelerateRLTrainer):
         self._observer.log_fn = taking_one(log_fn, "log_fn", "the metrics by their names")
         self._observer.save_fn = taking_one(save_fn, "save_fn", "the directory of the checkpoint")
         self._observer.eval_fn = taking_one(eval_fn, "eval_fn", "the metrics of the evaluation")
-        self._refresh()
+        self.refresh()
         self.prepare_learning()
+        self.take_store()
         self.trainer.learn()
+
+    def take_store(self) -> None:
+        """Let trainkit train on what is in ``store``, where it does not make that itself."""
 
     # -------------------------------------------------------------------------------------------------------- saving
 
@@ -549,18 +670,28 @@ class Computed(AccelerateRLTrainer):
         refuse_arguments("save", kwargs)
         return self.trainer.save(directory)
 
-    def load(self, directory: str | Path | None = None, **kwargs: Any) -> None:
+    def load(self, directory: str | Path | None = None, allow_drift: bool = False, **kwargs: Any) -> None:
         """Restore a checkpoint, or the newest one under a directory, by default that of the run.
+
+        Args:
+            directory: where the checkpoint is; ``checkpoint_<step>`` as in trlX stands for that of the step.
+            allow_drift: whether settings that affect training may differ from those of the checkpoint.
+            **kwargs: those of accelerate are refused.
 
         Raises:
             ConfigError: there are further arguments.
         """
         refuse_arguments("load", kwargs)
-        self.trainer.load(directory or self.trainer.config.train.run_dir)
+        trainer = self.trainer
+        trainer.run_state.allow_drift |= allow_drift
+        trainer.load(of_this_run(str(directory or trainer.config.train.run_dir)))
 
 
-def _has(batch: Any, name: str) -> bool:
-    return name in batch if hasattr(batch, "keys") else hasattr(batch, name)
+def refuse_replaced(owner: Any, instead: Mapping[str, str]) -> None:
+    """Raise a `ConfigError` if a user has replaced one of the functions of a class or an object; says what to do."""
+    for name in replaced(owner, instead):
+        cls = owner if isinstance(owner, type) else type(owner)
+        raise ConfigError(f"{cls.__name__}.{name} would not be used: {instead[name]}")
 
 
 def _ids(given: Any, dimensions: int = 2) -> Tensor:

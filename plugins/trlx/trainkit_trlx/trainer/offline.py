@@ -8,9 +8,12 @@ from typing import Any
 
 from trainkit import Sequences
 from trainkit.errors import ConfigError, DataError, describe
-from trainkit_trlx.pipeline.offline_pipeline import IGNORED
+from trainkit_trlx.pipeline.offline_pipeline import IGNORED, batches_of
 from trainkit_trlx.trainer.bridge import Bridge
 from trainkit_trlx.trainer.computed import Computed
+
+TOKEN_REWARDS = "token_rewards"
+"""The column with the rewards of the tokens of a sample that are trained on."""
 
 
 class Samples(Bridge):
@@ -23,6 +26,14 @@ class Samples(Bridge):
         rows = [row[keep].tolist() for row, keep in zip(ids, real, strict=True)]
         chosen = [(label[keep] != IGNORED).tolist() for label, keep in zip(labels, real, strict=True)]
         return Sequences.from_rows(rows, [[False, *mask[1:]] for mask in chosen])
+
+    def rows_of(self, batch: Any) -> list[dict[str, Any]]:
+        """Return what is trained on as tokenised samples."""
+        real = zip(batch.input_ids, batch.attention_mask, batch.response_mask, strict=True)
+        return [
+            {"input_ids": ids[keep].tolist(), "labels": ids.masked_fill(~chosen, IGNORED)[keep].tolist()}
+            for ids, keep, chosen in real
+        ]
 
 
 class Offline(Computed):
@@ -41,7 +52,7 @@ class Offline(Computed):
             raise ConfigError(f"the longest sample should be a number of tokens; given {describe(max_length)}")
         given = [self._turns(sample, rewards is not None) for sample in samples]
         self._kept: Any = None
-        self._make_store = partial(self.new_store, given, rewards, max_length or self.config.train.seq_length)
+        self._make_store = partial(self.new_store, given, rewards, max_length)
         self._replayed["samples"] = partial(self._add, given, rewards, max_length)
         self._add(given, rewards, max_length)
 
@@ -58,35 +69,31 @@ class Offline(Computed):
             return (start, sample) if rewarded else sample
         return tuple(sample) if isinstance(sample, Iterable) and not hasattr(sample, "keys") else sample
 
-    def new_store(self, samples: list[Any], rewards: Any, max_length: int) -> Any:
+    def new_store(self, samples: list[Any], rewards: Any, max_length: int | None) -> Any:
         """Return a store of samples."""
-        raise NotImplementedError
-
-    def samples_of(self, store: Any) -> tuple[list[Any], Any]:
-        """Return the samples of a store with their rewards, if there are any, as trainkit takes them."""
         raise NotImplementedError
 
     @property
     def store(self) -> Any:
-        """The samples as token ids. What is added to it, or set instead, is trained on."""
+        """The samples as token ids. They are trained on as they are there, once it has been read or set."""
         if getattr(self, "_kept", None) is None and hasattr(self, "_make_store"):
             self._kept = self._make_store()
-            self._count: int | None = len(self._kept)
         return getattr(self, "_kept", None)
 
     @store.setter
     def store(self, store: Any) -> None:
-        self._kept, self._count = store, None
+        self._kept = store
 
-    def _refresh(self) -> None:
-        super()._refresh()
-        kept = getattr(self, "_kept", None)
-        if kept is None or len(kept) == self._count:
+    def take_store(self) -> None:
+        """Train on the samples of the store, if it has been read or set."""
+        store = getattr(self, "_kept", None)
+        if store is None:
             return
         if self.trainer.model_config.is_encoder_decoder:
             raise ConfigError(
                 "samples of an encoder-decoder cannot be changed in the store; give them to make_experience as text"
             )
-        self._count = len(kept)
-        self._replayed["samples"] = partial(self._add, *self.samples_of(kept), None)
-        self._replayed["samples"]()
+        batches = batches_of(store, self.config.train.batch_size, self.fields)
+        rows = [row for batch in batches for row in self.trainer.rows_of(self.trainer.from_trlx(batch))]
+        rewards = [sum(row[TOKEN_REWARDS]) for row in rows] if "rewards" in self.trainer.inputs else None
+        self.trainer.add_samples(rows, rewards)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 from logging import CRITICAL, DEBUG, ERROR, FATAL, INFO, NOTSET, WARN, WARNING
 from typing import Any
 
@@ -93,24 +94,10 @@ def set_verbosity(verbosity: int) -> None:
     logging.getLogger(ROOT).setLevel(verbosity)
 
 
-def set_verbosity_info() -> None:
-    """Show information."""
-    set_verbosity(INFO)
-
-
-def set_verbosity_warning() -> None:
-    """Show warnings."""
-    set_verbosity(WARNING)
-
-
-def set_verbosity_debug() -> None:
-    """Show everything."""
-    set_verbosity(DEBUG)
-
-
-def set_verbosity_error() -> None:
-    """Show errors."""
-    set_verbosity(ERROR)
+set_verbosity_debug = partial(set_verbosity, DEBUG)
+set_verbosity_info = partial(set_verbosity, INFO)
+set_verbosity_warning = partial(set_verbosity, WARNING)
+set_verbosity_error = partial(set_verbosity, ERROR)
 
 
 def enable_default_handler() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from functools import reduce
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,9 +90,24 @@ def get_tensor_stats(xs: Tensor, mask: Tensor, n: Any) -> dict[str, Tensor]:
     }
 
 
-def whiten(xs: Tensor, shift_mean: bool = True, distributed: bool = True) -> Tensor:  # noqa: ARG001
-    """Return ``xs`` with mean 0 and variance 1 over all its entries; ``shift_mean=False`` keeps the mean."""
-    return F.whiten(xs, torch.ones_like(xs, dtype=torch.bool), shift_mean=shift_mean)
+def whiten(xs: Tensor, shift_mean: bool = True, distributed: bool = True, group: Any = None) -> Tensor:
+    """Return ``xs`` with mean 0 and variance 1 over all its entries; ``shift_mean=False`` keeps the mean.
+
+    Args:
+        xs: numbers [*].
+        shift_mean: whether the mean is subtracted.
+        distributed: whether they are those of all processes.
+        group: the processes; None: all.
+    """
+    every = torch.ones_like(xs, dtype=torch.bool)
+    return F.whiten(xs, every, shift_mean=shift_mean, reduce=partial(_total, group=group, together=distributed))
+
+
+def _total(x: Tensor, group: Any = None, together: bool = True) -> Tensor:
+    """Return the sum of a tensor over processes."""
+    if together and torch.distributed.is_initialized():
+        torch.distributed.all_reduce(x, group=group)
+    return x
 
 
 def logprobs_of_labels(logits: Tensor, labels: Tensor) -> Tensor:
@@ -102,16 +117,9 @@ def logprobs_of_labels(logits: Tensor, labels: Tensor) -> Tensor:
 
 def get_global_statistics(xs: Tensor, group: Any = None) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean, variance and number of the values on all processes. [*] -> three []."""
-    processes = torch.distributed.is_initialized()
-
-    def total(x: Tensor) -> Tensor:
-        if processes:
-            torch.distributed.all_reduce(x, group=group)
-        return x
-
-    count = total(torch.tensor(float(xs.numel()), device=xs.device))
-    mean = total(xs.sum()) / count
-    return mean, total(((xs - mean) ** 2).sum()) / count, count
+    count = _total(torch.tensor(float(xs.numel()), device=xs.device), group)
+    mean = _total(xs.sum(), group) / count
+    return mean, _total(((xs - mean) ** 2).sum(), group) / count, count
 
 
 def gather_dict(obj: dict[str, list[Any]], grad_state: Any = None) -> dict[str, list[Any]]:
