@@ -43,7 +43,12 @@ class Overridable:
 
     def overrides(self, *names: str) -> bool:
         """Return whether a script has overridden one of these methods."""
-        return any(name in vars(self) or _is_foreign(type(self), name) for name in names)
+        return bool(overridden(self, *names))
+
+
+def overridden(made: Any, *names: str) -> list[str]:
+    """Return which of these methods of an object are a script's."""
+    return [name for name in names if name in vars(made) or _is_foreign(type(made), name)]
 
 
 def lacking(cls: type, name: str, said: str = "") -> AttributeError:
@@ -70,6 +75,6 @@ def _nearest(cls: type, name: str) -> str:
 
 
 def _is_foreign(cls: type, name: str) -> bool:
-    """Return whether a class has a method that is not of the adapter."""
+    """Return whether a class has a method that is not of the adapter, nor of trainkit."""
     owner = next((each for each in cls.__mro__ if name in vars(each)), None)
-    return owner is not None and owner.__module__.partition(".")[0] != ADAPTER
+    return owner is not None and owner.__module__.partition(".")[0] not in (ADAPTER, "trainkit")

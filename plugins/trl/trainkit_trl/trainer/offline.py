@@ -630,6 +630,34 @@ def selected(dataset: Any, names: Iterable[str], needed: Iterable[str] = ()) -> 
     return formatted(dataset, lambda row: {name: row[name] for name in wanted})
 
 
+def collated(dataset: Any, collator: Callable[[list[Any]], Any], names: Iterable[str], needed: Iterable[str]) -> Any:
+    """Return the rows of a dataset as a collator of a script makes them, which is called with each by itself.
+
+    Args:
+        dataset: the rows.
+        collator: returns a batch.
+        names: what is read of a batch.
+        needed: what has to be in it.
+
+    Raises:
+        DataError: it returns no batch of one row with what is needed.
+    """
+
+    def alone(row: Any) -> dict[str, Any]:
+        batch = collator([row])
+        if not isinstance(batch, Mapping) or not {*needed} <= batch.keys():
+            held = f"one with {', '.join(batch)}" if isinstance(batch, Mapping) else describe(batch)
+            raise DataError(f"data_collator should return a dictionary with {', '.join(needed)}; it returned {held}")
+        found = {name: torch.as_tensor(batch[name]) for name in names if name in batch}
+        if odd := [name for name, value in found.items() if not value.dim() or len(value) != 1]:
+            raise DataError(
+                f"data_collator should return one row for one; {odd[0]} has the shape {tuple(found[odd[0]].shape)}"
+            )
+        return {name: value[0].tolist() for name, value in found.items()}
+
+    return formatted(dataset, alone)
+
+
 def loading(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``model_init_kwargs`` of arguments, if they are given, with the type of the saved weights for ``"auto"``.
 

@@ -21,10 +21,11 @@ from transformers import DataCollatorForLanguageModeling, PreTrainedModel
 import trainkit
 from trainkit.errors import ConfigError, DataError, describe
 from trainkit.metrics import Std
-from trainkit.models import PreTrainedModelWrapper
+from trainkit.models import PreTrainedModelWrapper, ValueHead
 from trainkit_migrate import refusing, translate, translate_sampling
 from trainkit_trl.arguments import check_takes, refuse_unknown
 from trainkit_trl.core import average_torch_dicts, convert_to_scalar, set_seed, stats_to_np
+from trainkit_trl.overriding import overridden
 from trainkit_trl.trainer.base import BaseTrainer
 from trainkit_trl.trainer.ppo_checks import check_ids, check_lists, check_masks, check_scores
 from trainkit_trl.trainer.ppo_config import OF_0_7, PPOConfig
@@ -128,6 +129,8 @@ class PPOTrainer(Parts, BaseTrainer):
             raise ValueError(f"tokenizer should be a tokenizer of transformers; given {type(tokenizer).__name__}")
         if not isinstance(ref_model, PreTrainedModelWrapper | PreTrainedModel | None):
             raise ValueError(f"ref_model should be a model with a value head; given {type(ref_model).__name__}")
+        _check_called("model", model)
+        _check_called("ref_model", ref_model)
         check_takes("data_collator", data_collator, "rows")
         if not isinstance(lr_scheduler, LRScheduler | None):
             raise ValueError(f"lr_scheduler should be one of torch.optim; given {type(lr_scheduler).__name__}")
@@ -475,6 +478,24 @@ class PPOTrainer(Parts, BaseTrainer):
         "tag": "ppo",
         "text": "A language model with a value head, fine-tuned by PPO.",
     }
+
+
+def _check_called(name: str, model: Any) -> None:
+    """Raise a ConfigError if a model has methods or a head of a script's, which trainkit does not call."""
+    if not isinstance(model, PreTrainedModelWrapper):
+        return
+    cls, head = type(model).__name__, getattr(model, "v_head", None)
+    if found := overridden(model, "forward", "generate", "state_dict", "save_pretrained"):
+        raise ConfigError(
+            f"{name} is a {cls}, which overrides {', '.join(found)}; trainkit calls its parts, pretrained_model and "
+            "v_head, and not these: change pretrained_model, or override loss, generate or _save_pretrained of "
+            "PPOTrainer"
+        )
+    if head is not None and not isinstance(head, ValueHead):
+        raise ConfigError(
+            f"v_head of {name} is a {type(head).__name__}, and trainkit trains a trainkit.models.ValueHead; make it a "
+            "subclass, whose forward is called"
+        )
 
 
 def _stacked(rows: list[Any]) -> Any:
