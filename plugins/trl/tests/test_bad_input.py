@@ -226,6 +226,24 @@ BAD: list[tuple[str, Callable[[], Any], str]] = [
         r"callbacks of transformers are not called; give objects with methods that trainkit.hookimpl marks",
     ),
     (
+        "arguments that quantise without what does so",
+        lambda: offline(
+            SFTTrainer, [{"text": "abc"}], model="gpt2", dataset_text_field="text", max_seq_length=8,
+            model_init_kwargs={"load_in_8bit": True},
+        ),
+        r"load_in_8bit needs bitsandbytes, which is not installed",
+    ),
+    (
+        "weights of TensorFlow for the reference",
+        lambda: offline(DPOTrainer, PAIRS, ref_model="gpt2", ref_model_init_kwargs={"from_tf": True}),
+        r"from_tf is given; transformers 5 reads no weights",
+    ),
+    (
+        "arguments of a reference that is loaded",
+        lambda: offline(DPOTrainer, PAIRS, ref_model_init_kwargs={"a": 1}, ref_model=model()),
+        r"ref_model_init_kwargs is given, and ref_model is no name to load",
+    ),
+    (
         "a collator of another kind",
         lambda: offline(DPOTrainer, PAIRS, data_collator=lambda rows: rows),
         r"trainkit makes the batches; give rows with prompt, chosen and rejected",

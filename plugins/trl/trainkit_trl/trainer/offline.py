@@ -23,6 +23,8 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     AutoTokenizer,
     PreTrainedTokenizerBase,
     TrainerCallback,
@@ -30,12 +32,13 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer_utils import TrainOutput
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 import trainkit
 from trainkit import get_trainer, hookimpl
 from trainkit.data import formatted, is_stream
 from trainkit.errors import ConfigError, DataError, describe, suggest
-from trainkit.models import has_adapter
+from trainkit.models import arguments_of_today, has_adapter
 from trainkit.runs import default_trackers, free_directory
 from trainkit_migrate import framework, translate
 from trainkit_trl.overriding import ADAPTER
@@ -674,7 +677,32 @@ def loading(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     names = [name for name in ("dtype", "torch_dtype") if found.get(name) == "auto"]
     saved = AutoConfig.from_pretrained(model).dtype or torch.float32 if names else None
     kept = {name: value for name, value in found.items() if value is not None}
-    return {"model_init_kwargs": {**kept, **dict.fromkeys(names, saved)}}
+    settled = arguments_of_today({**kept, **dict.fromkeys(names, saved)})
+    if isinstance(quantised := settled.get("quantization_config"), QuantizationConfigMixin):
+        settled["quantization_config"] = quantised.to_dict()
+    return {"model_init_kwargs": settled}
+
+
+def load_reference(model: Any, arguments: Mapping[str, Any] | None, *, apart: bool) -> Any:
+    """Return the reference that ``ref_model`` is, or names.
+
+    Args:
+        model: ``ref_model``.
+        arguments: ``ref_model_init_kwargs``.
+        apart: whether it is an encoder-decoder.
+
+    Raises:
+        ConfigError: it is a model already, or does not take the arguments.
+    """
+    if not isinstance(model, str):
+        if arguments:
+            raise ConfigError("ref_model_init_kwargs is given, and ref_model is no name to load; leave one of them out")
+        return model
+    auto = AutoModelForSeq2SeqLM if apart else AutoModelForCausalLM
+    try:
+        return auto.from_pretrained(model, **arguments_of_today(arguments or {}))
+    except TypeError as error:
+        raise ConfigError(f"ref_model_init_kwargs does not fit {model!r}: {error}; leave the argument out") from error
 
 
 def tokenizer_of(model: Any) -> Any:
