@@ -21,6 +21,9 @@ class Overridable:
     not_called: ClassVar[Mapping[str, str]] = {}
     """Methods of TRL that trainkit does not call, and what to do instead of overriding them."""
 
+    absent: ClassVar[Mapping[str, str]] = {}
+    """Attributes of TRL that there are not, and what to use instead."""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for name in cls.not_called:
@@ -30,12 +33,15 @@ class Overridable:
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.not_called:
             self._refuse(name)
+        if isinstance(made := getattr(type(self), name, None), property) and made.fset is None:
+            raise ConfigError(f"{name} of {type(self).__name__} cannot be set; give its constructor what it is made of")
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         own = vars(self).get("trainer")
+        said = self.absent.get(name) or self.not_called.get(name)
         there = own is not None and not name.startswith("_") and hasattr(own, name)
-        raise lacking(type(self), name, self.not_called.get(name) or (f"trainer.trainer.{name} is it" if there else ""))
+        raise lacking(type(self), name, said or (f"trainer.trainer.{name} is it" if there else ""))
 
     @classmethod
     def _refuse(cls, name: str) -> None:

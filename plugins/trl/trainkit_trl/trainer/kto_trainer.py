@@ -96,7 +96,6 @@ class KTOTrainer(OfflineTrainer):
         train, held_out = self.read(train_dataset, eval_dataset)
         room = getattr(args, "max_length", None) or longest(model, tokenizer, 512)
         self._begin(given, train, held_out, rows=rows, reference=ref_model, changes={"train": {"seq_length": room}})
-        self.beta = self.trainer.method.beta
 
     @property
     def ref_model(self) -> Any:

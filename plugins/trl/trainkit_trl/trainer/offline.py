@@ -39,13 +39,14 @@ from trainkit import get_trainer, hookimpl
 from trainkit.data import formatted, is_stream
 from trainkit.errors import ConfigError, DataError, describe, suggest
 from trainkit.models import arguments_of_today, has_adapter
+from trainkit.plugins import add_callback
 from trainkit.runs import default_trackers, free_directory
 from trainkit_migrate import framework, translate
 from trainkit_trl.overriding import ADAPTER
 from trainkit_trl.trainer.adapters import reference_of
-from trainkit_trl.trainer.calling import Calling
+from trainkit_trl.trainer.calling import OF_ARGUMENTS, Calling
 from trainkit_trl.trainer.reward_config import OLD
-from trainkit_trl.trainer.truncation import truncation
+from trainkit_trl.trainer.truncation import USUAL, truncation
 from trainkit_trl.trainer.utils import RichProgressCallback
 
 log = logging.getLogger(__name__)
@@ -173,7 +174,7 @@ class OfflineTrainer(Calling):
             reference: the reference model of DPO.
         """
         model, tokenizer = given["model"], given["tokenizer"]
-        observers = observing(given.get("callbacks") or ())
+        self._callbacks = observing(given.get("callbacks") or ())
         given = {**given, **loading(model, given)}
         self.train_dataset, self.eval_dataset = given.get("train_dataset"), given.get("eval_dataset")
         self.args: TrainingArguments = given["args"] or TrainingArguments("tmp_trainer")
@@ -200,7 +201,7 @@ class OfflineTrainer(Calling):
             config,
             model=None if isinstance(model, str) else model,
             tokenizer=tokenizer,
-            callbacks=[self._log, *observers, *self._trackers],
+            callbacks=[self._log, *self._callbacks, *self._trackers],
             **live,
         )
         self.tokenizer = self.trainer.tokenizer
@@ -214,6 +215,7 @@ class OfflineTrainer(Calling):
             )
         if train is not None:
             self.trainer.add_samples(train)
+        self._keep_arguments(given)
         self._sets = dict[str, tuple[Any, Any]]()
         if isinstance(held_out, Several):
             self._measure_each(held_out)
@@ -231,6 +233,27 @@ class OfflineTrainer(Calling):
         if not isinstance(best, bool) and (own := ours.get(best.metric.removeprefix("eval/"))):
             config = config.evolve(train={"save_best": {"metric": f"eval/{own}", "mode": best.mode}})
         return config
+
+    def _keep_arguments(self, given: Mapping[str, Any]) -> None:
+        """Set the attributes that TRL's trainers have of their arguments, with what trainkit makes of them."""
+        config, apart = self.trainer.model_config, bool(self.trainer.model_config.is_encoder_decoder)
+        usual = {name: each.default for name, each in parameters(type(self)).items()}
+        found = {**usual, **vars(self.args), **given}
+        pad = self.tokenizer.pad_token_id
+        of_pairs = {"use_dpo_data_collator": True, "pad_token_id": pad, "decoder_start_token_id": None}
+        found |= of_pairs if "padding_value" in found or hasattr(self.args, "padding_value") else {}
+        for name in ("max_prompt_length", *(("max_target_length", "max_completion_length") if apart else ())):
+            found |= {name: found[name] or USUAL} if name in found else {}
+        found |= {"padding_value": pad} if found.get("padding_value", 0) is None else {}
+        found |= {"max_length": self.trainer.config.train.seq_length} if "max_length" in found else {}
+        found |= {"decoder_start_token_id": config.decoder_start_token_id} if apart else {}
+        found |= {"beta": self.trainer.method.beta} if hasattr(self.trainer.method, "beta") else {}
+        found |= {"is_encoder_decoder": apart, "is_peft_model": self._trains_adapter(given)}
+        vars(self).update({name: found[name] for name in OF_ARGUMENTS if name in found})
+
+    def _trains_adapter(self, given: Mapping[str, Any]) -> bool:
+        """Return whether an adapter is trained, and not the weights of the model."""
+        return given.get("peft_config") is not None or has_adapter(given["model"])
 
     def _sample_in_evaluations(self, given: Mapping[str, Any], held_out: Any) -> None:
         """With ``generate_during_eval``, make evaluations sample responses to prompts of a batch of held-out rows."""
@@ -347,6 +370,39 @@ class OfflineTrainer(Calling):
         """The collator that was given; trainkit makes the batches by itself."""
         return getattr(self, "_data_collator", None)
 
+    def add_callback(self, callback: Any) -> None:
+        """Add an object with hooks of trainkit, or a class of such, as the argument ``callbacks`` does."""
+        for each in observing([callback]):
+            add_callback(self.trainer.hooks, each)
+            self._callbacks.append(each)
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Remove a callback, or the first of a class, and return it; None if there is none."""
+        found = next((each for each in self._callbacks if callback in (each, type(each))), None)
+        if found is not None:
+            self._callbacks.remove(found)
+            self.trainer.hooks.unregister(found)
+        return found
+
+    def remove_callback(self, callback: Any) -> None:
+        """Do what `pop_callback` does, and return nothing."""
+        self.pop_callback(callback)
+
+    @property
+    def hub_model_id(self) -> str | None:
+        """The repository that the model is published in."""
+        return self.args.hub_model_id
+
+    @property
+    def is_deepspeed_enabled(self) -> bool:
+        """Whether DeepSpeed divides the model."""
+        return getattr(self.accelerator.state, "deepspeed_plugin", None) is not None
+
+    @property
+    def is_fsdp_enabled(self) -> bool:
+        """Whether FSDP divides the model."""
+        return getattr(self.accelerator.state, "fsdp_plugin", None) is not None
+
     def _built(self) -> Any:
         self.trainer.models.build()
         return self.trainer.models
@@ -354,6 +410,10 @@ class OfflineTrainer(Calling):
     def is_world_process_zero(self) -> bool:
         """Return whether this is the main process."""
         return bool(self.accelerator.is_main_process)
+
+    def is_local_process_zero(self) -> bool:
+        """Return whether this is the main process of its machine."""
+        return bool(self.accelerator.is_local_main_process)
 
     # --------------------------------------------------------------------------------------------------- training
 

@@ -89,6 +89,7 @@ class RewardTrainer(OfflineTrainer):
             )
         rows = None if train_dataset is None else count(train_dataset)
         train, held_out = self.read(train_dataset, eval_dataset)
+        self.use_reward_data_collator = not self._calls
         self._begin(given, train, held_out, rows=rows)
 
     def changes(self) -> dict[str, Any]:
