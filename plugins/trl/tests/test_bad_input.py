@@ -131,6 +131,8 @@ BAD: list[tuple[str, Callable[[], Any], str]] = [
     ("a forward", lambda: ppo(model=Scaled.from_pretrained(model())), r"model is a Scaled, which overrides forward; "),
     ("that of a reference", lambda: ppo(ref_model=Scaled(model())), r"ref_model is a Scaled, which overrides"),
     ("a generate", lambda: ppo(model=generating()), r"overrides generate; .* or override loss, generate or _save_pre"),
+    ("another model", lambda: setattr(ppo(), "model", valued()), r"model is read when PPOTrainer is made; give it to"),
+    ("a running mean", lambda: setattr(ppo(), "running", None), r"running of PPOTrainer cannot be set"),
     ("a head", lambda: ppo(model=headed(torch.nn.Linear(32, 1))), r"v_head of model is a Linear, .* make it a sub"),
     ("a collator that is no function", lambda: ppo(data_collator=3), r"data_collator should be a function; given 3"),
     ("a collator of nothing", lambda: ppo(data_collator=lambda: 1), r"data_collator is called with rows"),

@@ -118,8 +118,7 @@ def test_a_script_in_the_manner_of_trls_example_learns(tmp_path: Path, monkeypat
     events = event_accumulator.EventAccumulator(str(next(Path("save/tensorboard").rglob("events.out*")).parent))
     events.Reload()
     scalars = {*events.Tags()["scalars"]}
-    assert {"reward_mean", "reward_std", "approx_kl", "clipfrac", "loss", "epoch", "reward/mean"} <= scalars
-    assert events.Scalars("reward_mean")[-1].value == events.Scalars("reward/mean")[-1].value
+    assert {"reward_mean", "reward_std", "approx_kl", "clipfrac", "loss", "epoch"} == scalars
     trainer.save_pretrained("tuned")
     again = PixelPipeline.from_pretrained("tuned")
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), pipeline.parameters(), strict=True))

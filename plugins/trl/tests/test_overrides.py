@@ -370,8 +370,9 @@ def test_attributes_of_arguments_are_what_the_trainer_made_of_them(tmp_path: Pat
     assert found == (20, 128, trainer.tokenizer.pad_token_id, False)
     assert trainer.precompute_ref_log_probs
     assert not trainer.is_encoder_decoder
-    with pytest.raises(ConfigError, match="max_length is read when DPOTrainer is made; give it to the constructor"):
-        trainer.max_length = 8
+    for name in ("max_length", "args", "train_dataset"):
+        with pytest.raises(ConfigError, match=f"{name} is read when DPOTrainer is made; give it to the constructor"):
+            setattr(trainer, name, None)
     with pytest.raises(ConfigError, match="model of DPOTrainer cannot be set; give its constructor what it is made of"):
         trainer.model = None
 

@@ -24,6 +24,9 @@ class Overridable:
     absent: ClassVar[Mapping[str, str]] = {}
     """Attributes of TRL that there are not, and what to use instead."""
 
+    kept: ClassVar[tuple[str, ...]] = ()
+    """Attributes that cannot be set, because they are read when the trainer is made."""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for name in cls.not_called:
@@ -33,6 +36,8 @@ class Overridable:
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.not_called:
             self._refuse(name)
+        if name in self.kept and "trainer" in vars(self):
+            raise ConfigError(f"{name} is read when {type(self).__name__} is made; give it to the constructor")
         if isinstance(made := getattr(type(self), name, None), property) and made.fset is None:
             raise ConfigError(f"{name} of {type(self).__name__} cannot be set; give its constructor what it is made of")
         super().__setattr__(name, value)

@@ -102,6 +102,7 @@ class Calling(Overridable):
 
     not_called: ClassVar[Mapping[str, str]] = NOT_CALLED
     absent: ClassVar[Mapping[str, str]] = ABSENT
+    kept: ClassVar[tuple[str, ...]] = (*OF_ARGUMENTS, "args", "train_dataset", "eval_dataset")
     of_loss: ClassVar[tuple[str, ...]] = ("compute_loss", "prediction_step")
     """Methods that make the loss; if one is overridden, it is that of `compute_loss`."""
     names: ClassVar[Mapping[str, str]] = {}
@@ -121,10 +122,9 @@ class Calling(Overridable):
                 raise ConfigError(f"{cls.__name__} overrides {name}, which trainkit does not call; {OTHERWISE}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        read = (*self.of_loss, "evaluate", "create_optimizer", "create_scheduler", *OF_ARGUMENTS)
+        read = (*self.of_loss, "evaluate", "create_optimizer", "create_scheduler")
         if name in read and "trainer" in vars(self):
-            what = "give it to the constructor" if name in OF_ARGUMENTS else "override it in a subclass"
-            raise ConfigError(f"{name} is read when {type(self).__name__} is made; {what}")
+            raise ConfigError(f"{name} is read when {type(self).__name__} is made; override it in a subclass")
         super().__setattr__(name, value)
 
     # ------------------------------------------------------------------------------------------------------- the loss

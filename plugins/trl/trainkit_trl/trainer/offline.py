@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from accelerate.utils import LoggerType
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
@@ -40,12 +39,13 @@ from trainkit.data import formatted, is_stream
 from trainkit.errors import ConfigError, DataError, describe, suggest
 from trainkit.models import arguments_of_today, has_adapter
 from trainkit.plugins import add_callback
-from trainkit.runs import default_trackers, free_directory
+from trainkit.runs import free_directory
 from trainkit_migrate import framework, translate
 from trainkit_trl.overriding import ADAPTER
 from trainkit_trl.trainer.adapters import reference_of
 from trainkit_trl.trainer.calling import OF_ARGUMENTS, Calling
 from trainkit_trl.trainer.reward_config import OLD
+from trainkit_trl.trainer.tracking import take_trackers
 from trainkit_trl.trainer.truncation import USUAL, truncation
 from trainkit_trl.trainer.utils import RichProgressCallback
 
@@ -107,23 +107,6 @@ class Log:
             old = self.written.pop(0)
             if self.owner.is_world_process_zero():
                 shutil.rmtree(old, ignore_errors=True)
-
-
-class Tracked:
-    """A tracker that `OfflineTrainer.log` gives the metrics, by TRL's names."""
-
-    def __init__(self, tracker: Any) -> None:
-        self.tracker = tracker
-
-    @hookimpl
-    def on_train_begin(self, trainer: Any) -> None:
-        """Open the tracker."""
-        self.tracker.on_train_begin(trainer)
-
-    @hookimpl
-    def on_train_end(self, trainer: Any) -> None:
-        """Close the tracker."""
-        self.tracker.on_train_end(trainer)
 
 
 def of_trackers(logs: Mapping[str, Any]) -> dict[str, float]:
@@ -196,7 +179,8 @@ class OfflineTrainer(Calling):
         elif tokenizer is None:
             tokenizer = tokenizer_of(model)
         self.check_called(config, model)
-        config = config.evolve(train={"trackers": self._take_trackers(config.train.trackers)})
+        self._trackers, left = take_trackers(config.train.trackers)
+        config = config.evolve(train={"trackers": left})
         self.trainer = self.trainer_class()(
             config,
             model=None if isinstance(model, str) else model,
@@ -271,16 +255,6 @@ class OfflineTrainer(Calling):
             if prompt not in prompts:
                 prompts.append(prompt)
         self.trainer.add_eval_pipeline(prompts)
-
-    def _take_trackers(self, entries: list[Any]) -> list[Any]:
-        """Make the trackers of accelerate, which `log` gives the metrics, and return those that are left."""
-        known = {each.value for each in LoggerType}
-        taken = [each for each in entries if (each if isinstance(each, str) else each.name) in known]
-        usual = len(default_trackers([]))  # the console and the files of the run, which every run has
-        self._trackers = [Tracked(each) for each in default_trackers(taken)[usual:]]
-        if int(os.environ.get("RANK", 0)):
-            self._trackers = []
-        return [each for each in entries if each not in taken]
 
     def _adapted(self, model: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return a model that has an adapter already, which is trained on, and the arguments without a further one."""
@@ -569,7 +543,7 @@ class OfflineTrainer(Calling):
             logs = {**logs, "epoch": self.state.epoch}
         self.state.log_history.append({**logs, "step": step})
         for each in self._trackers:
-            each.tracker.log_metrics(self.trainer, step, of_trackers(logs))
+            each.log(self.trainer, of_trackers(logs))
         if added := {name: value for name, value in logs.items() if name not in {*(given or ()), "epoch"}}:
             self._log.given = given or {}
             self.trainer.hooks.hook.log_metrics(trainer=self.trainer, step=step, metrics=added)
