@@ -446,6 +446,10 @@ def test_wrong_arguments_are_told(tmp_path: Path) -> None:
         DDPOTrainer(config, brightness, animal, model, image_samples_hook="x")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"subclass of trainkit_ddpo\.ImagePipeline"):
         DDPOTrainer(config, brightness, animal, DDPOStableDiffusionPipeline())
+    sampling = {"sd_pipeline": model, "scheduler_step": lambda self: None, "__call__": lambda self: None}
+    own = type("Own", (DDPOStableDiffusionPipeline,), {**sampling, "__module__": __name__})
+    with pytest.raises(ConfigError, match=r"Own overrides __call__, scheduler_step, which trainkit does not call; "):
+        DDPOTrainer(config, brightness, animal, own())
     with pytest.raises(ConfigError, match=r"ddpo trains a trainkit_ddpo\.ImagePipeline or a StableDiffusionPipeline"):
         DDPOTrainer(config, brightness, animal, SimpleNamespace())
     with pytest.raises(ValueError, match="prompt_function should return a prompt and its metadata; it returned 'cat'"):

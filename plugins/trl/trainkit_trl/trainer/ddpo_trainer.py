@@ -23,6 +23,7 @@ from trainkit_migrate import refusing, translate
 from trainkit_trl.arguments import check_takes, refuse_unknown
 from trainkit_trl.core import set_seed
 from trainkit_trl.models.modeling_sd_base import DDPOStableDiffusionPipeline
+from trainkit_trl.overriding import overridden
 from trainkit_trl.trainer.base import BaseTrainer
 from trainkit_trl.trainer.ddpo_config import DDPOConfig
 from trainkit_trl.trainer.tracking import take_trackers
@@ -428,6 +429,12 @@ class _Nowhere:
         trainer.hooks.hook.log_metrics(trainer=trainer, step=trainer.progress.step, metrics=values)
 
 
+OF_PIPELINES = (
+    "__call__", "scheduler_step", "get_trainable_layers", "save_checkpoint", "load_checkpoint", "save_pretrained",
+)  # fmt: skip
+"""Methods of pipelines that trainkit does not call."""
+
+
 def _model(given: Any) -> tuple[Any, dict[str, Any] | None]:
     """Return the model that trainkit trains in place, and the adapter of it that is trained.
 
@@ -440,6 +447,11 @@ def _model(given: Any) -> tuple[Any, dict[str, Any] | None]:
         raise ConfigError(
             f"{type(given).__name__} has no attribute sd_pipeline, a pipeline of diffusers; for other models give an "
             "object of a subclass of trainkit_ddpo.ImagePipeline"
+        )
+    if found := overridden(given, *OF_PIPELINES):
+        raise ConfigError(
+            f"{type(given).__name__} overrides {', '.join(found)}, which trainkit does not call; change its "
+            "sd_pipeline, or give an object of a subclass of trainkit_ddpo.ImagePipeline, which samples as it says"
         )
     return model, LORA if given.use_lora else None
 
