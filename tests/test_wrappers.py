@@ -20,7 +20,7 @@ from transformers.utils import hub
 
 import trainkit
 from tables import table
-from trainkit.config import TRLConfig
+from trainkit.config import ModelConfig, TRLConfig
 from trainkit.data import Sequences
 from trainkit.errors import ConfigError
 from trainkit.functional import at_last
@@ -33,6 +33,7 @@ from trainkit.models import (
     arguments_of_today,
     create_reference_model,
     load_heads,
+    load_model,
     unwrap_model_for_generation,
 )
 from trainkit.models.wrappers import _quantisation
@@ -336,12 +337,19 @@ def test_arguments_that_quantise_are_one_configuration() -> None:
         ({"use_flash_attention_2": True, "attn_implementation": "sdpa"}, "give attn_implementation alone"),
         ({"use_auth_token": "a", "token": "b"}, "give token alone"),
         ({"load_in_8bit": True}, "load_in_8bit needs bitsandbytes"),
-        ({"torchscript": True}, "unexpected keyword argument 'torchscript'; leave it out"),
+        ({"unheard": True}, "unexpected keyword argument 'unheard'; leave it out"),
     ],
 )
 def test_arguments_that_there_are_no_more_are_refused(given: dict[str, Any], said: str, saved: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         Causal.from_pretrained(saved, **given)
+
+
+def test_an_argument_that_a_model_does_not_take_is_no_fault_of_its_path(saved: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'unheard'\. Leave it out, or give a field of the model's configuration"):
+        load_model(ModelConfig(model_path=str(saved), kwargs={"unheard": True}))
+    with pytest.raises(ConfigError, match="is_trainable is given; load the adapter by peft"):
+        TRLConfig.from_dict({"method": "sft", "model": {"kwargs": {"is_trainable": True}}})
 
 
 def test_the_state_is_the_models_own_and_the_heads() -> None:

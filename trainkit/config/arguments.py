@@ -55,7 +55,10 @@ NULL = ", or null"
 """The end of what is said of an argument that may be None."""
 
 
-IDLE = ("resume_download", "low_cpu_mem_usage", "_fast_init", "mirror", "offload_state_dict")
+IDLE = (
+    "resume_download", "low_cpu_mem_usage", "_fast_init", "mirror", "offload_state_dict", "torchscript",
+    "use_legacy_cache",
+)  # fmt: skip
 """Arguments of `from_pretrained` of transformers 4 that changed no result; transformers 5 does without them."""
 GONE = {
     **dict.fromkeys(
@@ -63,6 +66,8 @@ GONE = {
         "transformers 5 reads no weights of TensorFlow and Flax; convert them with transformers 4 by "
         "from_pretrained(path, {}=True).save_pretrained(directory), and give the directory",
     ),
+    "is_trainable": "load the adapter by peft.PeftModel.from_pretrained(model, path, is_trainable=True), and give that "
+    "model as an object",
     "output_loading_info": "the model alone is loaded; leave {} out",
 }
 """Arguments of `from_pretrained` that there are no more, and what to do instead."""
