@@ -130,7 +130,10 @@ def _shared(file: str, cls: str) -> dict[str, dict[str, Any]]:
     """Return the fields of a table as those of a class."""
     at = f"{cls}." if cls else ""
     return {
-        f"{at}{name}": {**about, **({"part_of": f"{at}{about['part_of']}"} if "part_of" in about else {})}
+        f"{at}{name}": {
+            **about,
+            **({"part_of": f"{at}{part}"} if "." not in (part := about.get("part_of", ".")) else {}),
+        }
         for name, about in _read(f"{file}.toml").items()
     }
 
