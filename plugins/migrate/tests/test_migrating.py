@@ -446,6 +446,8 @@ def test_a_configuration_of_trl_means_the_same(given: dict[str, Any], expected: 
                 "method.missing_eos_penalty": 1.0, "train.total_steps": 8, "train.eval_interval": 4,
             },
         ),
+        # evaluations of transformers' own
+        ({"RLOOConfig": {"eval_strategy": "steps", "eval_steps": 7}}, {"train.eval_interval": 7}),
         # sums of log-probabilities, as in both
         (
             {"OnlineDPOConfig": {"loss_type": "ipo", "beta": [0.2], "max_new_tokens": 16}},

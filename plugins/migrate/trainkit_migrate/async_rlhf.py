@@ -53,10 +53,10 @@ def episodes(value: Any, context: Context) -> Settings:
     return {"train.total_steps": steps_of_episodes(value, context)}
 
 
-def evaluations(value: Any, context: Context) -> Settings:
+def sampled_evaluations(value: Any, context: Context) -> Settings:
     """Return the steps between evaluations, of which there are so many in a run."""
     if not value:
-        return {"train.eval_interval": 0}
+        return {}
     if not (sampled := given(context, "total_episodes")):
         raise RefusedError("the steps between evaluations are not known without total_episodes; write eval_steps")
     context.remarks.append("evaluations sample responses to eval_prompts, which are in samples.jsonl")

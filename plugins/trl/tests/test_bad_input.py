@@ -246,6 +246,13 @@ BAD: list[tuple[str, Callable[[], Any], str]] = [
         r"ref_model_init_kwargs is given, and ref_model is no name to load",
     ),
     (
+        "a collator for packed rows",
+        lambda: offline(
+            SFTTrainer, [{"text": "abc"}], dataset_text_field="text", eval_packing=True, data_collator=lambda rows: rows
+        ),
+        r"data_collator is one of your own, which packed rows are not given to; set packing=False",
+    ),
+    (
         "a collator of another kind",
         lambda: offline(DPOTrainer, PAIRS, data_collator=lambda rows: rows),
         r"trainkit makes the batches; give rows with prompt, chosen and rejected",

@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
     GPT2Config,
     TrainingArguments,
 )
@@ -180,6 +181,8 @@ def test_rows_of_a_dataset_of_ones_own_are_those_it_yields(tmp_path: Path) -> No
         (lambda rows: rows, DataError, "data_collator should return a dictionary with input_ids, labels; it returned"),
         (lambda rows: {"input_ids": [[1]]}, DataError, "it returned one with input_ids"),
         (lambda rows: {"input_ids": [1, 2], "labels": [1, 2]}, DataError, r"one row for one; input_ids has the shape"),
+        (DataCollatorForSeq2Seq(tokenizer), DataError, "it returned one with input_ids, attention_mask"),
+        (lambda rows: rows[0]["text"], DataError, "data_collator raised KeyError for .*'text'"),
         (3, ValueError, "data_collator should be a function; given 3"),
         (DataCollatorForLanguageModeling(tokenizer, mlm=False), None, ""),
     ],

@@ -681,18 +681,22 @@ def collated(dataset: Any, collator: Callable[[list[Any]], Any], names: Iterable
     """
 
     def alone(row: Any) -> dict[str, Any]:
-        batch = collator([row])
-        if not isinstance(batch, Mapping) or not {*needed} <= batch.keys():
-            held = f"one with {', '.join(batch)}" if isinstance(batch, Mapping) else describe(batch)
+        try:
+            batch = collator([row])
+        except Exception as error:
+            raise DataError(f"data_collator raised {type(error).__name__} for [{describe(row)}]: {error}") from error
+        has = [name for name, value in batch.items() if value is not None] if isinstance(batch, Mapping) else []
+        if not {*needed} <= {*has}:
+            held = f"one with {', '.join(has)}" if has else describe(batch)
             raise DataError(f"data_collator should return a dictionary with {', '.join(needed)}; it returned {held}")
-        found = {name: torch.as_tensor(batch[name]) for name in names if name in batch}
+        found = {name: torch.as_tensor(batch[name]) for name in names if name in has}
         if odd := [name for name, value in found.items() if not value.dim() or len(value) != 1]:
             raise DataError(
                 f"data_collator should return one row for one; {odd[0]} has the shape {tuple(found[odd[0]].shape)}"
             )
         return {name: value[0].tolist() for name, value in found.items()}
 
-    return formatted(dataset, alone)
+    return formatted(dataset, alone) if is_stream(dataset) else [alone(row) for row in dataset]
 
 
 def loading(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:

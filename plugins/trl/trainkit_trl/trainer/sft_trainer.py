@@ -149,8 +149,11 @@ class SFTTrainer(LikelihoodTrainer):
         if getattr(data_collator, "mlm", False):
             raise ConfigError("data_collator masks tokens, and the model learns the next one; give it mlm=False")
         self._calls = type(data_collator) not in COLLATORS
-        if self._calls and self.packing:
-            raise ConfigError("data_collator is one of your own, which packed rows are not given to; set packing=False")
+        if self._calls and (self.packing or self.eval_packing):
+            raise ConfigError(
+                "data_collator is one of your own, which packed rows are not given to; set packing=False, and leave "
+                "out eval_packing"
+            )
         given["data_collator"] = data_collator if self._calls else None
         given["max_seq_length"] = self.max_seq_length
         given = {name: value for name, value in given.items() if value is not None or name in ("args", "tokenizer")}
