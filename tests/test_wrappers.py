@@ -20,6 +20,7 @@ from transformers.utils import hub
 
 import trainkit
 from tables import table
+from trainkit.config import ModelConfig, TRLConfig
 from trainkit.data import Sequences
 from trainkit.errors import ConfigError
 from trainkit.functional import at_last
@@ -29,8 +30,10 @@ from trainkit.models import (
     CausalPolicy,
     PreTrainedModelWrapper,
     ValueHead,
+    arguments_of_today,
     create_reference_model,
     load_heads,
+    load_model,
     unwrap_model_for_generation,
 )
 from trainkit.models.wrappers import _quantisation
@@ -300,7 +303,53 @@ def test_quantising_needs_bitsandbytes_and_one_device(saved: Path, caplog: Any) 
     assert "without device_map" in caplog.text
     given = {"quantization_config": {}, "device_map": "auto"}
     assert _quantisation(dict(given)) == given
-    assert _quantisation({"load_in_8bit": False}) == {}
+
+
+@table(
+    "given, expected",
+    [
+        ({"use_auth_token": "t"}, {"token": "t"}),
+        ({"use_flash_attention_2": True}, {"attn_implementation": "flash_attention_2"}),
+        ({"use_flash_attention_2": False, "load_in_8bit": False}, {}),
+        ({"resume_download": True, "low_cpu_mem_usage": True, "_fast_init": True, "from_tf": False}, {}),
+        ({"device_map": "auto", "revision": "main"}, {"device_map": "auto", "revision": "main"}),
+    ],
+)
+def test_arguments_of_transformers_4_are_those_of_5(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert arguments_of_today(given) == expected
+    kwargs = TRLConfig.from_dict({"method": "sft", "model": {"kwargs": given}}).model.kwargs
+    assert kwargs == expected
+
+
+def test_arguments_that_quantise_are_one_configuration() -> None:
+    given = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "device_map": "auto"}
+    kwargs = TRLConfig.from_dict({"method": "sft", "model": {"kwargs": given}}).model.kwargs
+    quantised = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    assert kwargs == {"quantization_config": quantised, "device_map": "auto"}
+
+
+@table(
+    "given, said",
+    [
+        ({"from_tf": True}, r"from_tf is given; transformers 5 reads no .* from_pretrained\(path, from_tf=True\)"),
+        ({"output_loading_info": True}, "the model alone is loaded; leave output_loading_info out"),
+        ({"bnb_4bit_quant_type": "nf4"}, "given without load_in_8bit or load_in_4bit"),
+        ({"use_flash_attention_2": True, "attn_implementation": "sdpa"}, "give attn_implementation alone"),
+        ({"use_auth_token": "a", "token": "b"}, "give token alone"),
+        ({"load_in_8bit": True}, "load_in_8bit needs bitsandbytes"),
+        ({"unheard": True}, "unexpected keyword argument 'unheard'; leave it out"),
+    ],
+)
+def test_arguments_that_there_are_no_more_are_refused(given: dict[str, Any], said: str, saved: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Causal.from_pretrained(saved, **given)
+
+
+def test_an_argument_that_a_model_does_not_take_is_no_fault_of_its_path(saved: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'unheard'\. Leave it out, or give a field of the model's configuration"):
+        load_model(ModelConfig(model_path=str(saved), kwargs={"unheard": True}))
+    with pytest.raises(ConfigError, match="is_trainable is given; load the adapter by peft"):
+        TRLConfig.from_dict({"method": "sft", "model": {"kwargs": {"is_trainable": True}}})
 
 
 def test_the_state_is_the_models_own_and_the_heads() -> None:

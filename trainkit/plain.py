@@ -30,16 +30,20 @@ Key = tuple[str, ...]
 """The keys that lead to a value, those of lists as digits."""
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path, doubled: list[str] | None = None) -> dict[str, Any]:
     """Read plain data from a YAML file, with YAML 1.2's floats (``1e-5``).
+
+    Args:
+        path: the file.
+        doubled: gets a sentence for each key that is given again, of which the last counts; None: that is an error.
 
     Raises:
         ConfigError: the file cannot be read, does not hold a mapping, or as `parse_yaml`.
     """
-    return read_yaml_lines(path)[0]
+    return read_yaml_lines(path, doubled)[0]
 
 
-def read_yaml_lines(path: Path) -> tuple[dict[str, Any], dict[Key, int]]:
+def read_yaml_lines(path: Path, doubled: list[str] | None = None) -> tuple[dict[str, Any], dict[Key, int]]:
     """Read plain data as `read_yaml`, and the line of each key and item of it.
 
     Raises:
@@ -61,7 +65,7 @@ def read_yaml_lines(path: Path) -> tuple[dict[str, Any], dict[Key, int]]:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ConfigError(f"{path} is not valid YAML: it is not UTF-8 ({path}:{line}); save it as UTF-8") from error
-    data, lines = _parse(text, str(path), path)
+    data, lines = _parse(text, str(path), path, doubled)
     if not isinstance(data, dict):
         held = "is empty" if data is None else f"holds {describe(data)}"
         raise ConfigError(f"{path} should hold a mapping of sections, such as `method: ppo`; it {held}")
@@ -82,11 +86,13 @@ def parse_yaml(text: str, source: str = "the text") -> Any:
     return _parse(text, source)[0]
 
 
-def _parse(text: str, source: str, file: Path | None = None) -> tuple[Any, dict[Key, int]]:
+def _parse(
+    text: str, source: str, file: Path | None = None, doubled: list[str] | None = None
+) -> tuple[Any, dict[Key, int]]:
     try:
         if len(text) > BYTES:
             raise yaml.YAMLError(f"it is longer than {BYTES} characters")
-        loader = _Loader(text)
+        loader = _Loader(text, doubled)
         node = loader.get_single_node()
         return (None, {}) if node is None else (loader.construct_document(node), _lines(node))
     except yaml.MarkedYAMLError as error:
@@ -138,11 +144,12 @@ class _VariableError(yaml.MarkedYAMLError):
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader within bounds.
 
-    It also reads ``1e-5`` as a number, as YAML 1.2 does, and rejects duplicate keys.
+    It also reads ``1e-5`` as a number, as YAML 1.2 does, and rejects duplicate keys, or tells of them.
     """
 
-    def __init__(self, stream: str) -> None:
+    def __init__(self, stream: str, doubled: list[str] | None = None) -> None:
         super().__init__(stream)
+        self._doubled = doubled
         self._depth = self._values = 0
         self._repeats: dict[int, int] = {}
         """The number of values of each finished node, by the node's id."""
@@ -206,9 +213,12 @@ class _Loader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             if key is None or isinstance(key, bool):
                 raise _refusal(f"the key stands for {key} in YAML; put it in quotes", key_node.start_mark)
-            if key in seen:
+            line = key_node.start_mark.line + 1
+            if key in seen and self._doubled is None:
                 raise _refusal(f"the key {key!r} is given twice, first in line {seen[key]}", key_node.start_mark)
-            seen[key] = key_node.start_mark.line + 1
+            if key in seen and self._doubled is not None:
+                self._doubled.append(f"{key!r} is given in line {seen[key]} and again in line {line}, which counts")
+            seen[key] = line
         return super().construct_mapping(node, deep=deep)
 
 

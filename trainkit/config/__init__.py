@@ -6,6 +6,7 @@ class.
 
 from __future__ import annotations
 
+from trainkit.config.arguments import BITS, present_arguments, unknown_advice
 from trainkit.config.base import EvalMetric, GroupSize, MethodConfig, Plain, PluginConfig, SamplingConfig, Section
 from trainkit.config.entries import EngineEntry, HooksEntry, ShardingEntry, TrackerEntry
 from trainkit.config.names import dotted, note
@@ -20,12 +21,14 @@ from trainkit.config.sections import (
     SchedulerConfig,
     TokenizerConfig,
     TrainConfig,
+    one_token,
     sweep,
 )
 from trainkit.config.sources import absent, read_config
 from trainkit.config.tree import TRLConfig, default_config
 
 __all__ = [
+    "BITS",
     "DataConfig",
     "EngineEntry",
     "EnvironmentConfig",
@@ -52,6 +55,9 @@ __all__ = [
     "differences",
     "dotted",
     "note",
+    "one_token",
+    "present_arguments",
     "read_config",
     "sweep",
+    "unknown_advice",
 ]

@@ -55,6 +55,57 @@ NULL = ", or null"
 """The end of what is said of an argument that may be None."""
 
 
+IDLE = (
+    "resume_download", "low_cpu_mem_usage", "_fast_init", "mirror", "offload_state_dict", "torchscript",
+    "use_legacy_cache",
+)  # fmt: skip
+"""Arguments of `from_pretrained` of transformers 4 that changed no result; transformers 5 does without them."""
+GONE = {
+    **dict.fromkeys(
+        ("from_tf", "from_flax"),
+        "transformers 5 reads no weights of TensorFlow and Flax; convert them with transformers 4 by "
+        "from_pretrained(path, {}=True).save_pretrained(directory), and give the directory",
+    ),
+    "is_trainable": "load the adapter by peft.PeftModel.from_pretrained(model, path, is_trainable=True), and give that "
+    "model as an object",
+    "output_loading_info": "the model alone is loaded; leave {} out",
+}
+"""Arguments of `from_pretrained` that there are no more, and what to do instead."""
+BITS = ("load_in_8bit", "load_in_4bit")
+
+
+def present_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of `from_pretrained` of transformers 4 by the names and in the form that transformers 5 has.
+
+    Raises:
+        ValueError: one has no counterpart, or is given twice.
+    """
+    for name in GONE.keys() & {name for name, value in given.items() if value}:
+        raise ValueError(f"{name} is given; {GONE[name].format(name)}")
+    found = {name: value for name, value in given.items() if name not in (*IDLE, *GONE)}
+    if found.pop("use_flash_attention_2", False):
+        _set_once(found, "attn_implementation", "flash_attention_2", "use_flash_attention_2")
+    bits = {name: found.pop(name) for name in [*found] if name.startswith(("load_in_", "bnb_4bit_", "llm_int8_"))}
+    asked = next((name for name in BITS if bits.get(name)), None)
+    if asked is not None:
+        _set_once(found, "quantization_config", bits, asked)
+    elif lone := [name for name in bits if name not in BITS]:
+        raise ValueError(f"{lone[0]} is given without load_in_8bit or load_in_4bit; leave it out, or give one of them")
+    return found
+
+
+def unknown_advice(error: Exception) -> str:
+    """Return what to do about an argument that a model does not take, if the error is of one."""
+    return "; leave it out, or give a field of the model's configuration" if "unexpected keyword" in str(error) else ""
+
+
+def _set_once(found: dict[str, Any], name: str, value: Any, old: str) -> None:
+    """Set an argument that another one stands for, unless it is given too with another value."""
+    if found.setdefault(name, value) not in (None, value):
+        raise ValueError(f"{old} and {name} are given, which are one setting; give {name} alone")
+    found[name] = value
+
+
 def check_optimizer(name: str, arguments: Mapping[str, Any]) -> None:
     """Check further arguments of an optimizer.
 

@@ -8,13 +8,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
-from trainkit.config.arguments import check_adapter, check_optimizer, check_schedule
+from trainkit.config.arguments import check_adapter, check_optimizer, check_schedule, present_arguments
 from trainkit.config.base import EvalMetric, Plain, SamplingConfig, Section
 from trainkit.config.entries import MOST, EngineEntry, ShardingEntry, TrackerEntry, named_once
 from trainkit.security import HUB_TOKENS, MASK
 
 
-def _one_token(kwargs: Plain) -> Plain:
+def one_token(kwargs: Mapping[str, Any]) -> Plain:
     """Return arguments of `from_pretrained` with the token of the hub under its present name, ``token``.
 
     A tokenizer would take ``hf_token`` for one of its special tokens, and save it.
@@ -31,7 +31,7 @@ def _one_token(kwargs: Plain) -> Plain:
     return rest
 
 
-Kwargs = Annotated[Plain, AfterValidator(_one_token)]
+Kwargs = Annotated[Plain, AfterValidator(one_token)]
 """Arguments of `from_pretrained`."""
 
 
@@ -95,6 +95,11 @@ class ModelConfig(Section):
     kwargs: Kwargs = {}
     """Passed to `from_pretrained` or `from_config`, e.g. `attn_implementation`, `revision`. A `dtype` or `torch_dtype`
     among them is that of the section."""
+
+    @field_validator("kwargs")
+    @classmethod
+    def _of_today(cls, value: Plain) -> Plain:
+        return present_arguments(value)
 
     @model_validator(mode="before")
     @classmethod

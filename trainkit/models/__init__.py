@@ -29,6 +29,7 @@ from trainkit.models.wrappers import (
     AutoModelForCausalLMWithValueHead,
     AutoModelForSeq2SeqLMWithValueHead,
     PreTrainedModelWrapper,
+    arguments_of_today,
     unwrap_model_for_generation,
 )
 
@@ -48,6 +49,7 @@ __all__ = [
     "ValueBranch",
     "ValueHead",
     "adapter_config",
+    "arguments_of_today",
     "check_adapter_dropout",
     "check_packing",
     "context_length",

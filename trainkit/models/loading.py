@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from trainkit.config import ModelConfig, TRLConfig, absent
+from trainkit.config import ModelConfig, TRLConfig, absent, unknown_advice
 from trainkit.data.chat import read_template
 from trainkit.errors import ConfigError, DataError, describe, suggest
 from trainkit.models.adapters import (
@@ -569,7 +569,8 @@ def trust(kwargs: Mapping[str, Any]) -> dict[str, bool]:
 def _cannot_load(what: str, key: str, path: Any, error: Exception) -> str:
     if isinstance(path, str) and (missing := absent(path)):
         return f"{key} is {path!r}, and {missing} Give a hub id, or a local directory with a {what}"
-    advice = code_advice(error) or _import_advice(error) or f"Give a hub id, or a local directory with a {what}"
+    known = code_advice(error) or _import_advice(error) or unknown_advice(error).removeprefix("; ").capitalize()
+    advice = known or f"Give a hub id, or a local directory with a {what}"
     near = "" if not isinstance(path, str) or Path(path).exists() else suggest(path, _directories_like(path))
     missing = f"There is no such directory{near} " if near else ""
     reason = " ".join(str(error).split()).rstrip(".")

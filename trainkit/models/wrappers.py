@@ -18,11 +18,11 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
-    BitsAndBytesConfig,
     PreTrainedConfig,
 )
 from transformers.utils.hub import PushToHubMixin
 
+from trainkit.config import BITS, one_token, present_arguments, unknown_advice
 from trainkit.errors import ConfigError, describe
 from trainkit.models.adapters import (
     HEADS,
@@ -154,6 +154,7 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         reward_adapter_name = kwargs.pop("reward_adapter_name", "reward_adapter")
         is_trainable = kwargs.pop("is_trainable", False)
         wrapper_arguments, base, preparation = cls._split_kwargs(kwargs)
+        base = arguments_of_today(base)
         if not isinstance(reward_adapter, str | Path | None):
             raise ConfigError(f"reward_adapter should be a hub id or a directory; given {describe(reward_adapter)}")
         if isinstance(path, str | Path):
@@ -193,7 +194,10 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         hub = hub_arguments(kwargs)
         arguments = {"dtype": kwargs.pop("torch_dtype", torch.float32), TRUST: False, **_quantisation(kwargs)}
         below, arguments = find_base(path, arguments)
-        model = cls.transformers_parent_class.from_pretrained(below or path, *model_args, **arguments)
+        try:
+            model = cls.transformers_parent_class.from_pretrained(below or path, *model_args, **arguments)
+        except TypeError as error:
+            raise ConfigError(f"{path!r} cannot be loaded: {error}{unknown_advice(error)}") from error
         if below is None:
             return model
         if merge:
@@ -541,13 +545,23 @@ def _score_weights(adapter: str, hub: Mapping[str, Any]) -> dict[str, Tensor]:
     return score
 
 
+def arguments_of_today(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of `from_pretrained`, also by names of transformers 4, as transformers 5 takes them.
+
+    Raises:
+        ConfigError: one has no counterpart, or quantises, and bitsandbytes is not installed.
+    """
+    asked = next((name for name in BITS if given.get(name)), None)
+    if asked is not None and importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(f"{asked} needs bitsandbytes, which is not installed; pip install bitsandbytes")
+    try:
+        return present_arguments(one_token(given))
+    except ValueError as error:
+        raise ConfigError(f"the arguments of from_pretrained do not fit: {error}") from error
+
+
 def _quantisation(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Convert ``load_in_8bit`` and ``load_in_4bit`` to transformers' arguments; by default, use a single device."""
-    bits = [name for name in ("load_in_8bit", "load_in_4bit") if kwargs.pop(name, False)]
-    if bits and importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError(f"{bits[0]} needs bitsandbytes, which is not installed; pip install bitsandbytes")
-    if bits:
-        kwargs["quantization_config"] = BitsAndBytesConfig(**{bits[0]: True})
+    """Return arguments with which a quantised model is by default loaded to a single device."""
     if kwargs.get("quantization_config") is not None and "device_map" not in kwargs:
         from accelerate import PartialState
 

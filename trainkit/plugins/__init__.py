@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         load_plugin,
     )
     from trainkit.plugins.files import load_file, load_function
-    from trainkit.plugins.hooks import HookManager, hook_manager
+    from trainkit.plugins.hooks import HookManager, add_callback, hook_manager
     from trainkit.plugins.hookspecs import hookimpl
     from trainkit.plugins.registry import (
         available_trainers,
@@ -37,6 +37,7 @@ __all__ = [
     "BUILT_IN",
     "HookManager",
     "PluginInfo",
+    "add_callback",
     "available_trainers",
     "disabled",
     "discover",

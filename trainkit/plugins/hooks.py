@@ -84,17 +84,26 @@ def hook_manager(plugins: Iterable[str | Settings], objects: Iterable[object]) -
         elif plugin is not None:
             _add_module(manager, plugin, label)
     for callback in objects:
-        label = getattr(callback, "__name__", type(callback).__name__)
-        if isinstance(callback, type):
-            raise PluginError(f"callback {label} is a class; give an object, {label}(...)")
-        _register(manager, callback, label)
-        if not manager.get_hookcallers(callback):
-            raise PluginError(
-                f"callback {label} implements no hook; mark its methods with @trainkit.hookimpl. Hooks: "
-                f"{', '.join(sorted(n for n in vars(manager.hook) if not n.startswith('_')))}"
-            )
-        watch(manager, callback, f"callback {label}")
+        add_callback(manager, callback)
     return manager
+
+
+def add_callback(manager: HookManager, callback: object) -> None:
+    """Add the hooks of an object to those of a run, for events that come.
+
+    Raises:
+        PluginError: it is a class, has no hook, or its hooks have wrong arguments.
+    """
+    label = getattr(callback, "__name__", type(callback).__name__)
+    if isinstance(callback, type):
+        raise PluginError(f"callback {label} is a class; give an object, {label}(...)")
+    _register(manager, callback, label)
+    if not manager.get_hookcallers(callback):
+        raise PluginError(
+            f"callback {label} implements no hook; mark its methods with @trainkit.hookimpl. Hooks: "
+            f"{', '.join(sorted(n for n in vars(manager.hook) if not n.startswith('_')))}"
+        )
+    watch(manager, callback, f"callback {label}")
 
 
 def check_plugin(name: str, kind: str) -> None:

@@ -438,12 +438,44 @@ def test_a_configuration_of_trl_means_the_same(given: dict[str, Any], expected: 
             {"OnlineDPOConfig": {"beta": 0.2, "rloo_k": 4}, "OnlineDPOVLLMConfig": {"sync": False}},
             {"method.beta": 0.2, "method.k": 4, "rollout.staleness": 1},
         ),
+        # two collections of 8 rows, each an evaluation's distance; a penalty is subtracted
+        (
+            {"PPOv2Config": {"total_episodes": 16, "num_sample_generations": 2, "non_eos_penalty": True, "gamma": 0.9}},
+            {
+                "method.ppo_epochs": 4, "method.init_kl_coef": 0.05, "method.vf_coef": 0.1, "method.gamma": 0.9,
+                "method.missing_eos_penalty": 1.0, "train.total_steps": 8, "train.eval_interval": 4,
+            },
+        ),
+        # evaluations of transformers' own
+        ({"RLOOConfig": {"eval_strategy": "steps", "eval_steps": 7}}, {"train.eval_interval": 7}),
+        # sums of log-probabilities, as in both
+        (
+            {"OnlineDPOConfig": {"loss_type": "ipo", "beta": [0.2], "max_new_tokens": 16}},
+            {
+                "method.loss_type": "ipo", "method.ipo_length_normalize": False, "method.beta": 0.2,
+                "rollout.max_new_tokens": 16, "rollout.temperature": 0.9, "optimizer.lr": 5e-7, "train.epochs": 3,
+            },
+        ),
     ])  # fmt: skip
 def test_a_configuration_of_async_rlhf_means_the_same(given: dict[str, Any], expected: dict[str, Any]) -> None:
     found = translate("async_rlhf", given)
     assert not found.refused
     config = TRLConfig.from_dict(found.config)
     assert config == config.update(expected)
+
+
+@table("given, said", [
+    ({"ScriptArguments": {"bok": True}}, "write the method best_of_k, whose k is rloo_k"),
+    ({"OnlineDPOConfig": {"beta": [0.1, 0.2]}}, "beta is one number"),
+    ({"OnlineDPOConfig": {"missing_eos_penalty": 1.0}}, "subtract it in the reward function"),
+    ({"PPOv2Config": {"elastic_reset": True, "ema_decay": 0.9}}, "weights are not reset"),
+    ({"PPOv2Config": {"non_eos_penalty": True, "penalty_reward_value": 1}}, "write a negative penalty_reward_value"),
+    ({"RLOOConfig": {"num_sample_generations": 3}}, "not known without total_episodes"),
+    ({"RLOOConfig": {}, "ModelConfig": {"torch_dtype": "auto"}}, "write float32, bfloat16 or float16"),
+])  # fmt: skip
+def test_what_of_async_rlhf_has_no_counterpart_is_refused(given: dict[str, Any], said: str) -> None:
+    (refused,) = translate("async_rlhf", given).refused
+    assert said in refused.text
 
 
 DDPO_PYTORCH = """
@@ -693,6 +725,34 @@ def test_a_script_of_async_rlhf_is_recognised(tmp_path: Path) -> None:
     assert yaml.safe_load(result.stdout)["method"] == {"name": "rloo", "rloo_k": 4, "rloo_epochs": 4}
     assert "a.py:2: src.utils.prepare_deepspeed: its place has train.sharding" in result.stderr
     assert "a.py:2: src.utils.repeat_generator: the loop of trainkit passes over the prompts" in result.stderr
+
+
+@table(
+    "imported, call, expected",
+    [
+        (
+            "PPOv2Config, PPOv2Trainer",
+            "PPOv2Config(num_ppo_epochs=2, missing_eos_penalty=1.0)",
+            ("ppo", "ppo_epochs", 2),
+        ),
+        ("RLOOConfig, RLOOTrainer", "RLOOConfig(num_ppo_epochs=2)", ("rloo", "rloo_epochs", 2)),
+        ("RLOOConfig, RLOOTrainer", "RLOOConfig(num_generations=4)", ("rloo", "rloo_k", 4)),
+        ("OnlineDPOConfig", "OnlineDPOConfig(beta=[0.3], max_new_tokens=4)", ("online_dpo", "beta", 0.3)),
+    ],
+)
+def test_a_script_of_an_online_trainer_is_of_the_version_that_has_its_fields(
+    imported: str, call: str, expected: tuple[str, str, Any], tmp_path: Path
+) -> None:
+    result = migrated(tmp_path, f"from trl import {imported}\n{call}\n", "a.py")
+    assert result.exit_code == 0, result.output
+    method = yaml.safe_load(result.stdout)["method"]
+    assert (method["name"], method[expected[1]]) == (expected[0], expected[2])
+
+
+def test_a_file_that_may_be_of_grpo_or_rloo_is_told_of(tmp_path: Path) -> None:
+    result = migrated(tmp_path, yaml.safe_dump({"num_generations": 4, "max_completion_length": 8}), "a.yaml")
+    assert yaml.safe_load(result.stdout)["method"]["name"] == "grpo"
+    assert "read as GRPOConfig of TRL 1.x; a file of RLOO needs --config-class RLOOConfig" in result.stderr
 
 
 @table(

@@ -375,3 +375,103 @@ def test_a_sweep_of_trlx_is_left_to_the_command_that_runs_it() -> None:
     result = CliRunner().invoke(app, ["migrate", str(FILES / "trlx_sweep.yml")])
     assert result.exit_code == 2
     assert "trlx_sweep.yml --script SCRIPT.py" in " ".join(result.stderr.split())
+
+
+# ------------------------------------------------------------------------------------------------------ async_rlhf
+
+SHARED = """
+output_global_parent_dir: results
+dataset_test_split: test
+num_mini_batches: 1
+stop_token: eos
+save_strategy: steps
+save_steps: 0.25
+hub_strategy: all_checkpoints
+logging_steps: 100
+"""
+GSM8K = """
+dataset_name: openai/gsm8k
+bf16: True
+torch_dtype: bfloat16
+model_name_or_path: realtreetune/rho-1b-sft-GSM8K
+sft_model_path: realtreetune/rho-1b-sft-GSM8K
+"""
+ASYNC = {
+    "rloo": ("RLOOConfig", 1, """
+output_dir: rloo_pythia410m_tldr6.9b
+max_length: 512
+fp16: True
+torch_dtype: float16
+total_episodes: 131072
+response_length: 53
+num_ppo_epochs: 1
+learning_rate: 3.0e-6
+per_device_train_batch_size: 16
+gradient_accumulation_steps: 32
+model_name_or_path: mnoukhov/pythia410m-sft-tldr
+sft_model_path: mnoukhov/pythia410m-sft-tldr
+local_rollout_forward_batch_size: 32
+non_eos_penalty: True
+num_sample_generations: 5
+"""),
+    "online_dpo": ("OnlineDPOConfig", 3, GSM8K + """
+output_dir: onlinedpo_rho1b_gsm8k
+single: False
+sync: False
+vllm: True
+rloo_k: 8
+temperature: 0.7
+beta: 0.1
+max_grad_norm: 1.0
+total_episodes: 73728
+response_length: 512
+num_ppo_epochs: 1
+learning_rate: 5.0e-6
+per_device_train_batch_size: 8
+gradient_accumulation_steps: 6
+local_rollout_forward_batch_size: 48
+non_eos_penalty: False
+num_sample_generations: 0
+"""),
+    "ppo": ("PPOv2Config", 1, GSM8K + """
+output_dir: ppo_pythia410m_gsm8k
+temperature: 0.6
+kl_coef: 1e-4
+num_ppo_epochs: 1
+total_episodes: 131072
+response_length: 400
+num_ppo_epochs: 2
+learning_rate: 1.0e-6
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 64
+local_rollout_forward_batch_size: 16
+non_eos_penalty: True
+num_sample_generations: 5
+"""),
+}  # fmt: skip
+"""The fields of the three configurations that the page names, the class and the processes that read them."""
+OWN = {"rollout.engine": {"name": "vllm", "urls": ["http://localhost:8000"]}, "train.eval_interval": 128}
+"""What the page adds to the configuration of online DPO: where the server is, and an evaluation per checkpoint."""
+
+
+@table("name", [*ASYNC])
+def test_configurations_of_async_rlhf_are_those_of_the_page(name: str, tmp_path: Path) -> None:
+    cls, processes, text = ASYNC[name]
+    (tmp_path / "a.yml").write_text(SHARED + text, encoding="utf-8")
+    result = migrated(str(tmp_path / "a.yml"), "--config-class", cls, "--processes", str(processes))
+    assert result.exit_code == 0, result.stderr
+    page = (Path(__file__).parents[3] / "docs/coming-from-trl.md").read_text(encoding="utf-8")
+    shown = TRLConfig.from_dict(yaml.safe_load(page.partition(f"`{name}.yaml`:\n\n```yaml\n")[2].partition("```")[0]))
+    found = TRLConfig.from_dict(yaml.safe_load(result.stdout))
+    assert (found.update(OWN) if name == "online_dpo" else found) == shown
+
+
+def test_of_a_key_that_is_given_twice_the_last_counts(tmp_path: Path) -> None:
+    """As where these files are read: by PyYAML, and by json."""
+    (tmp_path / "a.yml").write_text(ASYNC["ppo"][2], encoding="utf-8")
+    result = migrated(str(tmp_path / "a.yml"), "--config-class", "PPOv2Config")
+    assert "a.yml: 'num_ppo_epochs' is given in line 11 and again in line 14, which counts" in result.stderr
+    (tmp_path / "a.json").write_text('{"train_batch_size": 1, "train_batch_size": 4, "zero_optimization": {}}')
+    result = migrated(str(tmp_path / "a.json"))
+    assert "a.json: 'train_batch_size' is given twice; the second counts" in result.stderr
+    assert yaml.safe_load(result.stdout)["train"]["batch_size"] == 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -59,17 +60,30 @@ def _read(file: Path) -> dict[str, Any]:
 
     if file.suffix.lower() not in ("", ".yml", ".yaml", ".json"):
         raise ConfigError(f"cannot read {str(file)!r}, which ends in {file.suffix!r}; {READ}")
+    doubled: list[str] = []
     try:
         if file.suffix.lower() != ".json" or not file.is_file():
-            return read_yaml(file)
-        given = json.loads(file.read_text(encoding="utf-8"))
+            given = read_yaml(file, doubled)
+        else:
+            given = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=partial(_last, doubled=doubled))
     except ConfigError as error:
         raise ConfigError(f"{str(error).replace(', such as `method: ppo`', '')}; {READ}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not valid JSON: {error}; {READ}") from None
+    for each in dict.fromkeys(doubled):  # as where the file was read
+        typer.echo(printable(f"{file}: {each}"), err=True)
     if not isinstance(given, dict):
         raise ConfigError(f"{file} should hold a mapping; it holds {describe(given)}; {READ}")
     return given
+
+
+def _last(pairs: list[tuple[str, Any]], doubled: list[str]) -> dict[str, Any]:
+    """Return pairs as a mapping, and tell of names that are given again, of which the last counts."""
+    found = dict[str, Any]()
+    for name, value in pairs:
+        doubled += [f"{name!r} is given twice; the second counts"] if name in found else []
+        found[name] = value
+    return found
 
 
 def _print_translated(file: Path, name: str, given: Mapping[str, Any], processes: int) -> int:

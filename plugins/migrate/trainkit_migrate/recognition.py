@@ -25,6 +25,10 @@ OLDER = {"evaluation_strategy", "max_seq_length", "gradient_checkpointing_use_re
 """Fields by which files of TRL 0.8 are told from later ones that have the same fields otherwise."""
 
 
+OTHERS = {"SftScriptArguments": "TRL 0.8", "DpoScriptArguments": "TRL 0.8", "RLOOConfig": "RLOO"}
+"""What files are of that are taken for those of another class, which has the same fields."""
+
+
 def recognised(given: Mapping[str, Any], cls: str = "") -> tuple[str, dict[str, Any], str]:
     """Return the framework of a configuration file, its sections as `translate` takes them, and what it may be instead.
 
@@ -47,12 +51,18 @@ def recognised(given: Mapping[str, Any], cls: str = "") -> tuple[str, dict[str, 
             renamed = getattr(framework(name).functions, "RENAMED", {})
             return name, {renamed.get(field, field): value for field, value in given.items()}, ""
     without_adapter = [each for each in FRAMEWORKS if not framework(each).adapter]
-    classes = {known: each for each in without_adapter for known in getattr(framework(each).functions, "METHODS", {})}
-    if cls and cls not in classes:
-        raise ConfigError(f"given the class {cls!r}{suggest(cls, classes)}; known are {', '.join(classes)}")
-    most = [cls] if cls else _candidates(given, classes)
-    older = [name for name in most if classes[name] == "trl_cli"]
-    names = older if older and OLDER & given.keys() else [name for name in most if name not in older] or older
+    classes = [(name, each) for each in without_adapter for name in getattr(framework(each).functions, "METHODS", {})]
+    if cls and cls not in (known := list(dict.fromkeys(name for name, _ in classes))):
+        raise ConfigError(f"given the class {cls!r}{suggest(cls, known)}; known are {', '.join(known)}")
+    most = _candidates(given, [each for each in classes if cls in ("", each[0])])
+    homes = dict(reversed(most))  # of two frameworks with the same class, the first
+    homes = {name: homes[name] for name, _ in most}
+    older = [name for name, each in homes.items() if each == "trl_cli"]
+    names = older if older and OLDER & given.keys() else [name for name in homes if name not in older] or older
+    if {"GRPOConfig", "RLOOConfig"} <= {*names}:  # they have the same fields
+        names.remove("RLOOConfig")
+        older = [*older, "RLOOConfig"]
+    other = next((name for name in older if name not in names), "")
     if not names:
         raise ConfigError(
             f"the file is of no framework that is known; given {', '.join(map(str, given))}. {READ}; trainkit config "
@@ -63,24 +73,26 @@ def recognised(given: Mapping[str, Any], cls: str = "") -> tuple[str, dict[str, 
             "the file has no sections of trlX or ddpo-pytorch, and its fields are those of several classes; given "
             f"{', '.join(map(str, given))}; name the class by --config-class, which may be {', '.join(names)}"
         )
-    about = framework(classes[names[0]])
+    about = framework(homes[names[0]])
     sections: dict[str, Any] = {names[0]: {}}
     for field, value in given.items():
         sections.setdefault(_home(str(field), names[0], about), {})[field] = value
-    other = next((name for name in older if name not in names), "")
-    told = f"read as {names[0]} of TRL 1.x; a file of TRL 0.8 needs --config-class {other}" if other else ""
-    return classes[names[0]], sections, told
+    told = f"read as {names[0]} of TRL 1.x; a file of {OTHERS[other]} needs --config-class {other}" if other else ""
+    return homes[names[0]], sections, told
 
 
-def _candidates(given: Mapping[str, Any], classes: Mapping[str, str]) -> list[str]:
-    """Return the classes that have most of the fields, with those that are configured together with them."""
+def _candidates(given: Mapping[str, Any], classes: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return the classes, with their frameworks, that have most of the fields with those configured together with them.
 
-    def known(cls: str) -> int:
-        about = framework(classes[cls])
-        return sum(f"{_home(field, cls, about)}.{field}" in about.settings for field in given)
+    A class that is the only one may have none.
+    """
+
+    def known(cls: tuple[str, str]) -> int:
+        about = framework(cls[1])
+        return sum(f"{_home(field, cls[0], about)}.{field}" in about.settings for field in given)
 
     most = max(map(known, classes), default=0)
-    return [cls for cls in classes if most and known(cls) == most]
+    return [each for each in classes if (most or len(classes) == 1) and known(each) == most]
 
 
 def _home(field: str, cls: str, about: Framework) -> str:

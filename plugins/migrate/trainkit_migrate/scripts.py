@@ -79,6 +79,7 @@ def configured(text: str) -> Configured | None:
     imported = {path: line for line, path in _imported(tree)}
     adapted = {path for name in FRAMEWORKS if framework(name).adapter for path in framework(name).names}
     modern = any(isinstance(node, ast.keyword) and node.arg == "processing_class" for node in ast.walk(tree))
+    made = list[tuple[int, Configured]]()
     for name in FRAMEWORKS:
         about = framework(name)
         known = [path for path in imported if path in about.names]
@@ -89,7 +90,10 @@ def configured(text: str) -> Configured | None:
             found.changes.append(f"{imported[path]}: {path}: {instead(name, path)}")
             found.refused += about.names[path].kind == "refused"
         _read_calls(tree, about, found)
-        return found
+        fields = [f"{cls}.{each}" for sections in found.configs for cls, given in sections.items() for each in given]
+        made.append((sum(each in about.settings for each in fields), found))
+    if made:  # names that two frameworks have are those of the one that has most of the fields
+        return max(made, key=lambda each: each[0])[1]
     return _read_functions(tree, imported)
 
 

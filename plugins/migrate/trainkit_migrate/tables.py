@@ -115,9 +115,11 @@ def framework(name: str) -> Framework:
     for path, section in data.pop("generation", {}).items():
         arguments = {f"{path}.{argument}": about for argument, about in _generation(section).items()}
         settings = {**settings, **arguments, **{key: settings[key] for key in arguments.keys() & settings.keys()}}
+    common = dict[str, Any]()
     for file, classes in data.pop("shared", {}).items():
         for each in classes:
-            settings = {**_shared(file, each), **settings}  # what a class has of its own counts
+            common = {**common, **{path: about for path, about in _shared(file, each).items() if path not in common}}
+    settings = {**common, **settings}  # what a class has of its own counts
     return Framework(
         settings={path: _setting(about) for path, about in settings.items()},
         functions=import_module(f"trainkit_migrate.{name}"),
@@ -130,7 +132,10 @@ def _shared(file: str, cls: str) -> dict[str, dict[str, Any]]:
     """Return the fields of a table as those of a class."""
     at = f"{cls}." if cls else ""
     return {
-        f"{at}{name}": {**about, **({"part_of": f"{at}{about['part_of']}"} if "part_of" in about else {})}
+        f"{at}{name}": {
+            **about,
+            **({"part_of": f"{at}{part}"} if "." not in (part := about.get("part_of", ".")) else {}),
+        }
         for name, about in _read(f"{file}.toml").items()
     }
 

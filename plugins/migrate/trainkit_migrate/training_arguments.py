@@ -47,8 +47,12 @@ def _total_steps(context: Context, instead: str) -> int:
 
 def steps_of_episodes(episodes: int, context: Context) -> int:
     """Return the steps in which so many responses, or prompts with a pair of responses each, are trained on."""
-    passes = given(context, "num_ppo_epochs", 4) if "RLOOConfig" in context.given else 1
-    return int(math.ceil(episodes / _rows_of_a_step(context)) * passes)
+    return math.ceil(episodes / _rows_of_a_step(context)) * passes_of(context)
+
+
+def passes_of(context: Context) -> int:
+    """Return the passes over what is sampled; online DPO makes one."""
+    return int(given(context, "num_ppo_epochs", 4)) if {"RLOOConfig", "PPOv2Config"} & context.given.keys() else 1
 
 
 def _between(when: str, number: Any, context: Context, instead: str) -> int:

@@ -43,6 +43,28 @@ def valued(**fields: Any) -> Any:
     return AutoModelForCausalLMWithValueHead.from_pretrained(model(**fields))
 
 
+class Scaled(AutoModelForCausalLMWithValueHead):
+    """A model whose logits are others."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        logits, *rest = super().forward(*args, **kwargs)
+        return 2 * logits, *rest
+
+
+def headed(head: Any) -> Any:
+    """Return a model with another value head."""
+    made = valued()
+    made.v_head = head
+    return made
+
+
+def generating() -> Any:
+    """Return a model with a function in the place of its ``generate``."""
+    made = valued()
+    made.generate = lambda *_, **__: None
+    return made
+
+
 def llama() -> Any:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -106,6 +128,12 @@ BAD: list[tuple[str, Callable[[], Any], str]] = [
     ("no config", lambda: ppo(model=valued()) and PPOTrainer({}, valued()), r"config should be a PPOConfig"),
     ("a reference by name", lambda: ppo(ref_model="gpt2"), r"ref_model should be a model with .* given str"),
     ("another vocabulary", lambda: ppo(ref_model=valued(vocab_size=99)), r"vocab|99"),
+    ("a forward", lambda: ppo(model=Scaled.from_pretrained(model())), r"model is a Scaled, which overrides forward; "),
+    ("that of a reference", lambda: ppo(ref_model=Scaled(model())), r"ref_model is a Scaled, which overrides"),
+    ("a generate", lambda: ppo(model=generating()), r"overrides generate; .* or override loss, generate or _save_pre"),
+    ("another model", lambda: setattr(ppo(), "model", valued()), r"model is read when PPOTrainer is made; give it to"),
+    ("a running mean", lambda: setattr(ppo(), "running", None), r"running of PPOTrainer cannot be set"),
+    ("a head", lambda: ppo(model=headed(torch.nn.Linear(32, 1))), r"v_head of model is a Linear, .* make it a sub"),
     ("a collator that is no function", lambda: ppo(data_collator=3), r"data_collator should be a function; given 3"),
     ("a collator of nothing", lambda: ppo(data_collator=lambda: 1), r"data_collator is called with rows"),
     ("an unknown argument", lambda: ppo(peft_config=1), r"PPOTrainer takes no peft_config; did you mean .* It takes: "),
@@ -198,6 +226,31 @@ BAD: list[tuple[str, Callable[[], Any], str]] = [
             callbacks=[import_module("transformers").TrainerCallback()],
         ),
         r"callbacks of transformers are not called; give objects with methods that trainkit.hookimpl marks",
+    ),
+    (
+        "arguments that quantise without what does so",
+        lambda: offline(
+            SFTTrainer, [{"text": "abc"}], model="gpt2", dataset_text_field="text", max_seq_length=8,
+            model_init_kwargs={"load_in_8bit": True},
+        ),
+        r"load_in_8bit needs bitsandbytes, which is not installed",
+    ),
+    (
+        "weights of TensorFlow for the reference",
+        lambda: offline(DPOTrainer, PAIRS, ref_model="gpt2", ref_model_init_kwargs={"from_tf": True}),
+        r"from_tf is given; transformers 5 reads no weights",
+    ),
+    (
+        "arguments of a reference that is loaded",
+        lambda: offline(DPOTrainer, PAIRS, ref_model_init_kwargs={"a": 1}, ref_model=model()),
+        r"ref_model_init_kwargs is given, and ref_model is no name to load",
+    ),
+    (
+        "a collator for packed rows",
+        lambda: offline(
+            SFTTrainer, [{"text": "abc"}], dataset_text_field="text", eval_packing=True, data_collator=lambda rows: rows
+        ),
+        r"data_collator is one of your own, which packed rows are not given to; set packing=False",
     ),
     (
         "a collator of another kind",

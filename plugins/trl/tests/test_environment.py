@@ -49,6 +49,28 @@ class Scripted:
         return ids
 
 
+class Renewing(TextEnvironment):
+    """Returns other episodes than it was given."""
+
+    def step(self, history: TextHistory) -> TextHistory:
+        renewed = TextHistory("d", torch.tensor(TOKENIZER.encode("d")))
+        renewed.append_segment("e", torch.tensor(TOKENIZER.encode("e")), system=False)
+        renewed.complete()
+        return renewed
+
+
+def test_the_episodes_that_a_subclass_returns_are_those_that_go_on() -> None:
+    model, rewarded = Scripted(["<request><T>1<call>"]), list[list[str]]()
+
+    def reward_fn(texts: list[str]) -> list[float]:
+        rewarded.append(texts)
+        return [0.0] * len(texts)
+
+    environment = Renewing(model, TOKENIZER, {"T": lambda query: query}, reward_fn, "")
+    assert environment.run(["a"])[4][0].text == "de"
+    assert rewarded == [["e"]]
+
+
 def test_a_tool_answers_and_its_answer_is_not_of_the_model() -> None:
     """One episode calls a tool and submits, the other one writes neither and ends."""
     model = Scripted(["<request><T>1+2<call>", "abc"], ["3<submit>"])

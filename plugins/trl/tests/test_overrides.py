@@ -10,16 +10,24 @@ import pytest
 import torch
 from datasets import Dataset
 from tensorboard.backend.event_processing import event_accumulator
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from tables import table
-from trainkit.errors import ConfigError
+from trainkit import hookimpl
+from trainkit.errors import ConfigError, PluginError
 from trainkit.testing import character_tokenizer
 from trainkit_trl import (
     CPOConfig,
     CPOTrainer,
     DPOTrainer,
     IterativeSFTTrainer,
+    KTOConfig,
     KTOTrainer,
     ORPOConfig,
     ORPOTrainer,
@@ -31,11 +39,12 @@ from trainkit_trl import (
 
 TEXTS = Dataset.from_dict({"text": ["abcd", "efgh"] * 4})
 PAIRS = Dataset.from_dict({"prompt": ["a", "b"] * 4, "chosen": ["cd", "efg"] * 4, "rejected": ["ef", "c"] * 4})
+LABELLED = Dataset.from_dict({"prompt": ["a", "b"] * 4, "completion": ["cd", "efg"] * 4, "label": [True, False] * 4})
 TOKENS = Dataset.from_list(
     [{"input_ids_chosen": [1, 2, 3], "attention_mask_chosen": [1] * 3, "input_ids_rejected": [1, 4],
       "attention_mask_rejected": [1] * 2}] * 8
 )  # fmt: skip
-CONFIGS = {RewardTrainer: RewardConfig, ORPOTrainer: ORPOConfig, CPOTrainer: CPOConfig}
+CONFIGS = {RewardTrainer: RewardConfig, KTOTrainer: KTOConfig, ORPOTrainer: ORPOConfig, CPOTrainer: CPOConfig}
 EVERY = (SFTTrainer, DPOTrainer, RewardTrainer, ORPOTrainer, CPOTrainer, KTOTrainer)
 
 
@@ -53,7 +62,7 @@ def made(cls: Any, tmp_path: Path, changes: dict[str, Any] | None = None, **give
     args = CONFIGS.get(base, TrainingArguments)(
         str(tmp_path / "out"), **{"report_to": "none", **usual, **(changes or {})}
     )
-    data = {SFTTrainer: TEXTS, RewardTrainer: TOKENS}.get(base, PAIRS)
+    data = {SFTTrainer: TEXTS, RewardTrainer: TOKENS, KTOTrainer: LABELLED}.get(base, PAIRS)
     given = {"train_dataset": data, "eval_dataset": data, **given}
     if base is SFTTrainer:
         given.setdefault("dataset_text_field", "text")
@@ -316,3 +325,82 @@ def test_iterative_training_calls_compute_loss(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=size))
     trainer = Own(model, TrainingArguments(str(tmp_path), max_steps=2, report_to="none"), tokenizer)
     assert trainer.step(texts=["ab"] * 4)["loss/total"] == 5
+
+
+# ------------------------------------------------------------------------------------------------------- attributes
+
+TRAINER = """
+accelerator add_callback args callback_handler can_return_loss compute_metrics compute_objective control current_flos
+call_model_init create_model_card data_collator deepspeed eval_dataset evaluate floating_point_ops
+get_optimizer_cls_and_kwargs hp_name hp_search_backend hp_space hub_model_id hyperparameter_search init_hf_repo
+is_deepspeed_enabled is_fsdp_enabled is_fsdp_xla_enabled is_in_train is_local_process_zero is_model_parallel
+is_world_process_zero label_names label_smoother lr_scheduler metrics_format model model_init model_wrapped num_examples
+neftune_hook_handle objective optimizer place_model_on_device pop_callback predict preprocess_logits_for_metrics
+push_in_progress remove_callback state store_flos tokenizer train_dataset
+"""
+"""Public attributes that transformers' Trainer sets, and methods that no trainer of TRL overrides."""
+OF_PAIRS = """beta generate_during_eval is_encoder_decoder label_pad_token_id max_length max_prompt_length padding_value
+truncation_mode use_dpo_data_collator """
+OF_ADAPTERS = "is_peft_model model_adapter_name precompute_ref_log_probs ref_adapter_name ref_model "
+OWN = {
+    SFTTrainer: "dataset_batch_size dataset_num_proc neftune_noise_alpha",
+    RewardTrainer: "use_reward_data_collator",
+    DPOTrainer: OF_PAIRS + OF_ADAPTERS + "dataset_num_proc label_smoothing loss_type max_target_length reference_free",
+    KTOTrainer: OF_PAIRS + OF_ADAPTERS + "desirable_weight max_completion_length undesirable_weight",
+    CPOTrainer: OF_PAIRS + "decoder_start_token_id label_smoothing loss_type max_target_length pad_token_id",
+    ORPOTrainer: OF_PAIRS + "decoder_start_token_id max_completion_length pad_token_id",
+}
+"""Public attributes that trainers of TRL 0.7.2 and 0.8.6 set, besides those of transformers."""
+
+
+@table("cls", EVERY)
+def test_every_attribute_is_there_or_says_what_to_use(cls: Any, tmp_path: Path) -> None:
+    trainer, said = made(cls, tmp_path), dict[str, str]()
+    for name in (OWN[cls] + " " + TRAINER).split():
+        try:
+            getattr(trainer, name)
+        except AttributeError as error:
+            said[name] = str(error)
+    assert not said.keys() & OWN[cls].split()
+    unheard = [name for name, text in said.items() if "it has" in text or "did you mean" in text]
+    assert unheard == [], "what is said of names that nobody has heard of"
+
+
+def test_attributes_of_arguments_are_what_the_trainer_made_of_them(tmp_path: Path) -> None:
+    trainer = made(DPOTrainer, tmp_path, max_length=20, precompute_ref_log_probs=True)
+    found = (trainer.max_length, trainer.max_prompt_length, trainer.padding_value, trainer.is_peft_model)
+    assert found == (20, 128, trainer.tokenizer.pad_token_id, False)
+    assert trainer.precompute_ref_log_probs
+    assert not trainer.is_encoder_decoder
+    for name in ("max_length", "args", "train_dataset"):
+        with pytest.raises(ConfigError, match=f"{name} is read when DPOTrainer is made; give it to the constructor"):
+            setattr(trainer, name, None)
+    with pytest.raises(ConfigError, match="model of DPOTrainer cannot be set; give its constructor what it is made of"):
+        trainer.model = None
+
+
+class Counting:
+    """Counts optimizer steps."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    @hookimpl
+    def on_step(self) -> None:
+        self.steps += 1
+
+
+def test_callbacks_that_are_added_are_called_and_those_removed_are_not(tmp_path: Path) -> None:
+    kept, removed = Counting(), Counting()
+    trainer = made(SFTTrainer, tmp_path, callbacks=[removed])
+    assert trainer.pop_callback(Counting) is removed
+    assert trainer.pop_callback(Counting) is None
+    trainer.add_callback(Counting)
+    trainer.remove_callback(Counting)
+    trainer.add_callback(kept)
+    trainer.train()
+    assert (kept.steps, removed.steps) == (2, 0)
+    with pytest.raises(ConfigError, match="callbacks of transformers are not called; give objects with methods"):
+        trainer.add_callback(TrainerCallback())
+    with pytest.raises(PluginError, match="callback object implements no hook"):
+        trainer.add_callback(object())

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from tensorboard.backend.event_processing import event_accumulator
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from tables import table
@@ -253,6 +254,25 @@ def test_logged_statistics_have_the_names_of_trl(
     assert tables == [(("game_log",), wanted)]
     with pytest.raises(ValueError, match="the batch has no 'response'; it has query; add it, or give columns_to_log"):
         trainer.log_stats(stats, {"query": ["a", "b"]}, rewards)
+
+
+@table("names, theirs, ours", [("trl", True, False), ("trainkit", False, True)])
+def test_trackers_get_the_names_that_are_chosen(
+    names: str, theirs: bool, ours: bool, made: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a script adds is logged in any case."""
+    model, tokenizer, _ = made
+    config = settings(tmp_path, monkeypatch, batch_size=2, mini_batch_size=2, log_with="tensorboard")
+    trainer = PPOTrainer(config, model, None, tokenizer, log_names=names)
+    rewards = [torch.tensor(1.0), torch.tensor([2.0])]
+    trainer.log_stats({**trainer.step(QUERIES, RESPONSES, rewards), "mine/words": 7}, {}, rewards)
+    events = event_accumulator.EventAccumulator(str(next(tmp_path.rglob("events.out*")).parent))
+    events.Reload()
+    found = {*events.Tags()["scalars"]}
+    assert {"env/reward_mean", "mine/words"} <= found
+    assert ("ppo/loss/policy" in found, "loss/policy" in found) == (theirs, ours)
+    with pytest.raises(ConfigError, match="log_names should be 'trl' or 'trainkit'; given 'trlx'"):
+        PPOTrainer(config, model, None, tokenizer, log_names="trlx")
 
 
 def test_what_trl_checks_is_checked(

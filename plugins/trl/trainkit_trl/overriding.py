@@ -21,6 +21,12 @@ class Overridable:
     not_called: ClassVar[Mapping[str, str]] = {}
     """Methods of TRL that trainkit does not call, and what to do instead of overriding them."""
 
+    absent: ClassVar[Mapping[str, str]] = {}
+    """Attributes of TRL that there are not, and what to use instead."""
+
+    kept: ClassVar[tuple[str, ...]] = ()
+    """Attributes that cannot be set, because they are read when the trainer is made."""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for name in cls.not_called:
@@ -30,12 +36,17 @@ class Overridable:
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.not_called:
             self._refuse(name)
+        if name in self.kept and "trainer" in vars(self):
+            raise ConfigError(f"{name} is read when {type(self).__name__} is made; give it to the constructor")
+        if isinstance(made := getattr(type(self), name, None), property) and made.fset is None:
+            raise ConfigError(f"{name} of {type(self).__name__} cannot be set; give its constructor what it is made of")
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         own = vars(self).get("trainer")
+        said = self.absent.get(name) or self.not_called.get(name)
         there = own is not None and not name.startswith("_") and hasattr(own, name)
-        raise lacking(type(self), name, self.not_called.get(name) or (f"trainer.trainer.{name} is it" if there else ""))
+        raise lacking(type(self), name, said or (f"trainer.trainer.{name} is it" if there else ""))
 
     @classmethod
     def _refuse(cls, name: str) -> None:
@@ -43,7 +54,12 @@ class Overridable:
 
     def overrides(self, *names: str) -> bool:
         """Return whether a script has overridden one of these methods."""
-        return any(name in vars(self) or _is_foreign(type(self), name) for name in names)
+        return bool(overridden(self, *names))
+
+
+def overridden(made: Any, *names: str) -> list[str]:
+    """Return which of these methods of an object are a script's."""
+    return [name for name in names if name in vars(made) or _is_foreign(type(made), name)]
 
 
 def lacking(cls: type, name: str, said: str = "") -> AttributeError:
@@ -70,6 +86,6 @@ def _nearest(cls: type, name: str) -> str:
 
 
 def _is_foreign(cls: type, name: str) -> bool:
-    """Return whether a class has a method that is not of the adapter."""
+    """Return whether a class has a method that is not of the adapter, nor of trainkit."""
     owner = next((each for each in cls.__mro__ if name in vars(each)), None)
-    return owner is not None and owner.__module__.partition(".")[0] != ADAPTER
+    return owner is not None and owner.__module__.partition(".")[0] not in (ADAPTER, "trainkit")

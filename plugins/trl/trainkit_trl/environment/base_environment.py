@@ -165,10 +165,9 @@ class TextEnvironment:
         for _ in range(self.max_turns):
             if all(history.completed for history in histories):
                 break
-            self.tasks_end_check(self.generate(histories))
-            for history in histories:
-                self.step(history)
-            self.tasks_end_check(histories, model_turn=False)
+            histories = self.tasks_end_check(self.generate(histories))
+            histories = [self.step(history) for history in histories]
+            histories = self.tasks_end_check(histories, model_turn=False)
         self.compute_reward(histories, **rewards_kwargs)
         split = [history.split_query_response_tokens() for history in histories]
         asked, answers, masks = (list(column) for column in zip(*split, strict=True))

@@ -21,6 +21,7 @@ BY_EVALUATION = "override prediction_step for a batch, or evaluate for a whole e
 BY_SAVING = "override save_model, which every checkpoint calls"
 BY_ROWS = "trainkit makes the batches; give the rows as they should be as train_dataset and eval_dataset"
 BY_OPTIMIZER = "override create_optimizer and create_scheduler"
+SWEEP = "trainkit sweep makes runs with other settings, each with a model of its own"
 OTHERWISE = "it calls compute_loss, prediction_step, evaluate, log, create_optimizer, create_scheduler and save_model"
 CALLED = (
     "compute_loss", "prediction_step", "evaluate", "log", "create_optimizer", "create_scheduler", "save_model",
@@ -45,6 +46,39 @@ NOT_CALLED: Mapping[str, str] = {
     "prepare_model_inputs": "give the rows to step() as they should be",
     "visualize_samples": BY_EVALUATION,
 }
+BY_CALLBACKS = "give callbacks= or add_callback objects with methods that trainkit.hookimpl marks, such as on_step"
+BY_METHOD = "the loss and the metrics are those of the method; override compute_loss or prediction_step"
+BY_ACCELERATE = "accelerate places the model; read accelerator"
+ABSENT: Mapping[str, str] = {
+    **dict.fromkeys(("callback_handler", "control"), BY_CALLBACKS),
+    **dict.fromkeys(("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func"), BY_METHOD),
+    **dict.fromkeys(("label_names", "label_smoother", "can_return_loss", "model_accepts_loss_kwargs"), BY_METHOD),
+    **dict.fromkeys(("gather_function", "metrics_format"), BY_METHOD),
+    **dict.fromkeys(
+        ("model_init", "call_model_init", "hyperparameter_search", "objective", "compute_objective"), SWEEP
+    ),
+    **dict.fromkeys(("hp_name", "hp_space", "hp_search_backend"), SWEEP),
+    **dict.fromkeys(("is_model_parallel", "place_model_on_device", "deepspeed"), BY_ACCELERATE),
+    **dict.fromkeys(("is_fsdp_xla_enabled", "is_fsdp_xla_v1_enabled", "is_fsdp_xla_v2_enabled"), BY_ACCELERATE),
+    **dict.fromkeys(("create_accelerator_and_postprocess", "is_distributed_loading_by_transformers"), BY_ACCELERATE),
+    **dict.fromkeys(("get_sp_size", "get_cp_size", "get_tp_size"), BY_ACCELERATE),
+    **dict.fromkeys(("current_flos", "floating_point_ops", "store_flos"), "floating-point operations are not counted"),
+    **dict.fromkeys(("init_hf_repo", "push_in_progress"), "push_to_hub makes the repository and waits for the upload"),
+    **dict.fromkeys(("optimizer_cls_and_kwargs", "get_optimizer_cls_and_kwargs"), "read optimizer; " + BY_OPTIMIZER),
+    "current_gradient_accumulation_steps": "read args.gradient_accumulation_steps",
+    "get_total_train_batch_size": "read trainer.trainer.config.train.batch_size",
+    "set_initial_training_values": "read trainer.trainer.total_steps",
+    "num_examples": "write len(dataset)",
+    "model_wrapped": "read model",
+    "processing_class": "read tokenizer",
+    "is_in_train": "read state.global_step",
+    "neftune_hook_handle": "set neftune_noise_alpha",
+    "tr_loss": "read what step() returns",
+    "predict": "call evaluate, or trainer.trainer.generate",
+    "create_model_card": "save_model writes it",
+    "model_preparation_time": "read state.log_history, where train() leaves its times",
+}
+"""Attributes of TRL's trainers and of transformers' Trainer that there are not, and what to use instead."""
 OF_PAIRS: Mapping[str, str] = {
     **dict.fromkeys(("tokenize_row", "build_tokenized_answer", "tokenize_batch_element"), BY_ROWS),
     "get_batch_samples": "call trainer.trainer.generate(prompts)",
@@ -53,10 +87,22 @@ OF_PAIRS: Mapping[str, str] = {
 """The same of trainers on pairs."""
 
 
+OF_ARGUMENTS = (
+    "is_encoder_decoder", "is_peft_model", "max_length", "max_prompt_length", "max_target_length", "desirable_weight",
+    "max_completion_length", "padding_value", "label_pad_token_id", "truncation_mode", "precompute_ref_log_probs",
+    "generate_during_eval", "reference_free", "model_adapter_name", "ref_adapter_name", "label_smoothing", "loss_type",
+    "beta", "undesirable_weight", "dataset_num_proc", "neftune_noise_alpha", "optimize_device_cache", "pad_token_id",
+    "decoder_start_token_id", "use_dpo_data_collator", "use_reward_data_collator", "max_seq_length",
+)  # fmt: skip
+"""Attributes that trainers of TRL have of their arguments."""
+
+
 class Calling(Overridable):
     """A trainer of transformers, whose methods that a script overrides are called, or refused."""
 
     not_called: ClassVar[Mapping[str, str]] = NOT_CALLED
+    absent: ClassVar[Mapping[str, str]] = ABSENT
+    kept: ClassVar[tuple[str, ...]] = (*OF_ARGUMENTS, "args", "train_dataset", "eval_dataset")
     of_loss: ClassVar[tuple[str, ...]] = ("compute_loss", "prediction_step")
     """Methods that make the loss; if one is overridden, it is that of `compute_loss`."""
     names: ClassVar[Mapping[str, str]] = {}

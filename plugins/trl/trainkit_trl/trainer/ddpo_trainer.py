@@ -23,8 +23,10 @@ from trainkit_migrate import refusing, translate
 from trainkit_trl.arguments import check_takes, refuse_unknown
 from trainkit_trl.core import set_seed
 from trainkit_trl.models.modeling_sd_base import DDPOStableDiffusionPipeline
+from trainkit_trl.overriding import overridden
 from trainkit_trl.trainer.base import BaseTrainer
 from trainkit_trl.trainer.ddpo_config import DDPOConfig
+from trainkit_trl.trainer.tracking import take_trackers
 
 log = logging.getLogger(__name__)
 LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "init_lora_weights": "gaussian"}
@@ -56,6 +58,7 @@ class DDPOTrainer(BaseTrainer):
             `trainkit_ddpo.ImagePipeline`; trained in place.
         image_samples_hook: called in the main process with the images of a collection before it is trained on: a list
             of [images, prompts, their metadata, rewards, metadata of these] for each batch, the step, and a tracker.
+        log_names: by which names trackers get metrics: those of TRL, ``"trl"``, or ``"trainkit"``.
         **unknown: other arguments are errors.
 
     Raises:
@@ -65,6 +68,7 @@ class DDPOTrainer(BaseTrainer):
             called; says what to write instead.
     """
 
+    kept: ClassVar[tuple[str, ...]] = ("config", "sd_pipeline")
     not_called: ClassVar[Mapping[str, str]] = {
         "_generate_samples": "subclass trainkit_ddpo.ImagePipeline for a model that samples otherwise",
         "_train_batched_samples": BY_LOSS,
@@ -85,6 +89,7 @@ class DDPOTrainer(BaseTrainer):
         prompt_function: Callable[[], tuple[str, Any]],
         sd_pipeline: Any,
         image_samples_hook: Callable[[Any, Any, Any], Any] | None = None,
+        log_names: str = "trl",
         **unknown: Any,
     ) -> None:
         refuse_unknown(DDPOTrainer, unknown)
@@ -98,7 +103,10 @@ class DDPOTrainer(BaseTrainer):
         settled = _translated(config, own_optimizer=own).evolve(model={"peft_config": adapter})
         given = {"optimizer": self._setup_optimizer} if own else {}
         scored = _named(self._scored, reward_function)
-        self.trainer: Any = DDPO(settled, owner=self, model=model, reward_fn=scored, callbacks=[_Shown(self)], **given)
+        self._trackers, left = take_trackers(settled.train.trackers, log_names)
+        settled = settled.evolve(train={"trackers": left})
+        hooks = [_Shown(self), *self._trackers]
+        self.trainer: Any = DDPO(settled, owner=self, model=model, reward_fn=scored, callbacks=hooks, **given)
         declared = max(int(config.sample_num_steps * config.train_timestep_fraction), 1)
         rows = settled.train.batch_size // declared * self.trainer.steps_per_image  # without steps that add no noise
         self.trainer.config = settled.evolve(train={"batch_size": rows})
@@ -381,7 +389,7 @@ class Together:
 
 
 class _Shown:
-    """Calls the hook of a script, and gives trackers the metrics by TRL's names, too."""
+    """Calls the hook of a script, and gives trackers the metrics by TRL's names."""
 
     def __init__(self, owner: DDPOTrainer) -> None:
         self.owner = owner
@@ -392,13 +400,14 @@ class _Shown:
         self.owner._show(rollouts)
 
     @hookimpl
-    def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Log those that TRL has by its names, if it logs any; they have none of trainkit's names, so this ends."""
-        theirs = {name: metrics[ours] for name, ours in STATISTICS.items() if ours in metrics}
-        trainer = self.owner.trainer
-        if theirs and self.owner.config.log_with:
-            theirs["epoch"] = float(trainer.progress.collection)
-            trainer.hooks.hook.log_metrics(trainer=trainer, step=step, metrics=theirs)
+    def log_metrics(self, metrics: dict[str, float]) -> None:
+        """Log those that TRL has by its names."""
+        theirs, trainer = (
+            {name: metrics[ours] for name, ours in STATISTICS.items() if ours in metrics},
+            self.owner.trainer,
+        )
+        for each in self.owner._trackers if theirs else ():
+            each.log(trainer, {**theirs, "epoch": float(trainer.progress.collection)})
 
 
 class _Nowhere:
@@ -420,6 +429,12 @@ class _Nowhere:
         trainer.hooks.hook.log_metrics(trainer=trainer, step=trainer.progress.step, metrics=values)
 
 
+OF_PIPELINES = (
+    "__call__", "scheduler_step", "get_trainable_layers", "save_checkpoint", "load_checkpoint", "save_pretrained",
+)  # fmt: skip
+"""Methods of pipelines that trainkit does not call."""
+
+
 def _model(given: Any) -> tuple[Any, dict[str, Any] | None]:
     """Return the model that trainkit trains in place, and the adapter of it that is trained.
 
@@ -432,6 +447,11 @@ def _model(given: Any) -> tuple[Any, dict[str, Any] | None]:
         raise ConfigError(
             f"{type(given).__name__} has no attribute sd_pipeline, a pipeline of diffusers; for other models give an "
             "object of a subclass of trainkit_ddpo.ImagePipeline"
+        )
+    if found := overridden(given, *OF_PIPELINES):
+        raise ConfigError(
+            f"{type(given).__name__} overrides {', '.join(found)}, which trainkit does not call; change its "
+            "sd_pipeline, or give an object of a subclass of trainkit_ddpo.ImagePipeline, which samples as it says"
         )
     return model, LORA if given.use_lora else None
 

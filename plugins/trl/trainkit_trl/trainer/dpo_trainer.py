@@ -8,13 +8,13 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from trainkit import Sequences
 from trainkit.errors import ConfigError
 from trainkit_migrate import refusing
 from trainkit_trl.trainer.calling import NOT_CALLED, OF_PAIRS
-from trainkit_trl.trainer.offline import checking, count, longest
+from trainkit_trl.trainer.offline import checking, count, load_reference, longest
 from trainkit_trl.trainer.pairs import PairTrainer, averaged, measured, without_dropout
 
 
@@ -117,11 +117,7 @@ class DPOTrainer(PairTrainer):
         given["max_length"] = max_length or longest(model, tokenizer, 512)
         if disable_dropout and getattr(peft_config, "lora_dropout", None):
             given["peft_config"] = without_dropout(peft_config)
-        if ref_model_init_kwargs and not isinstance(ref_model, str):
-            raise ConfigError("ref_model_init_kwargs is given, and ref_model is no name to load; leave one of them out")
-        if isinstance(ref_model, str):
-            auto = AutoModelForSeq2SeqLM if is_encoder_decoder else AutoModelForCausalLM
-            ref_model = auto.from_pretrained(ref_model, **(ref_model_init_kwargs or {}))
+        ref_model = load_reference(ref_model, ref_model_init_kwargs, apart=bool(is_encoder_decoder))
         rows = None if train_dataset is None else count(train_dataset)
         train, held_out = self.read(train_dataset, eval_dataset)
         reference = None if reference_free else ref_model

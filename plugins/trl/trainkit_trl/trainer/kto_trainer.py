@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from trainkit_migrate import refusing
 from trainkit_trl.trainer.calling import NOT_CALLED, OF_PAIRS
 from trainkit_trl.trainer.kto_config import KTOConfig
-from trainkit_trl.trainer.offline import OfflineTrainer, checking, count, longest, selected
+from trainkit_trl.trainer.offline import OfflineTrainer, checking, count, load_reference, longest, selected
 from trainkit_trl.trainer.pairs import without_dropout
 
 COLUMNS = ("prompt", "completion", "label")
@@ -90,14 +90,12 @@ class KTOTrainer(OfflineTrainer):
             raise ValueError("args should be a KTOConfig, which has the settings of the loss; given TrainingArguments")
         if getattr(peft_config, "lora_dropout", None):
             given["peft_config"] = without_dropout(peft_config)
-        if isinstance(ref_model, str):
-            auto = AutoModelForSeq2SeqLM if getattr(args, "is_encoder_decoder", False) else AutoModelForCausalLM
-            ref_model = auto.from_pretrained(ref_model, **(getattr(args, "ref_model_init_kwargs", None) or {}))
+        apart = bool(getattr(args, "is_encoder_decoder", False))
+        ref_model = load_reference(ref_model, getattr(args, "ref_model_init_kwargs", None), apart=apart)
         rows = None if train_dataset is None else count(train_dataset)
         train, held_out = self.read(train_dataset, eval_dataset)
         room = getattr(args, "max_length", None) or longest(model, tokenizer, 512)
         self._begin(given, train, held_out, rows=rows, reference=ref_model, changes={"train": {"seq_length": room}})
-        self.beta = self.trainer.method.beta
 
     @property
     def ref_model(self) -> Any:

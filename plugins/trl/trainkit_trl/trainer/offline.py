@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from accelerate.utils import LoggerType
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     AutoTokenizer,
     PreTrainedTokenizerBase,
     TrainerCallback,
@@ -30,19 +31,22 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer_utils import TrainOutput
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 import trainkit
 from trainkit import get_trainer, hookimpl
 from trainkit.data import formatted, is_stream
 from trainkit.errors import ConfigError, DataError, describe, suggest
-from trainkit.models import has_adapter
-from trainkit.runs import default_trackers, free_directory
+from trainkit.models import arguments_of_today, has_adapter
+from trainkit.plugins import add_callback
+from trainkit.runs import free_directory
 from trainkit_migrate import framework, translate
 from trainkit_trl.overriding import ADAPTER
 from trainkit_trl.trainer.adapters import reference_of
-from trainkit_trl.trainer.calling import Calling
+from trainkit_trl.trainer.calling import OF_ARGUMENTS, Calling
 from trainkit_trl.trainer.reward_config import OLD
-from trainkit_trl.trainer.truncation import truncation
+from trainkit_trl.trainer.tracking import take_trackers
+from trainkit_trl.trainer.truncation import USUAL, truncation
 from trainkit_trl.trainer.utils import RichProgressCallback
 
 log = logging.getLogger(__name__)
@@ -105,23 +109,6 @@ class Log:
                 shutil.rmtree(old, ignore_errors=True)
 
 
-class Tracked:
-    """A tracker that `OfflineTrainer.log` gives the metrics, by TRL's names."""
-
-    def __init__(self, tracker: Any) -> None:
-        self.tracker = tracker
-
-    @hookimpl
-    def on_train_begin(self, trainer: Any) -> None:
-        """Open the tracker."""
-        self.tracker.on_train_begin(trainer)
-
-    @hookimpl
-    def on_train_end(self, trainer: Any) -> None:
-        """Close the tracker."""
-        self.tracker.on_train_end(trainer)
-
-
 def of_trackers(logs: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of logs by the names that transformers gives trackers: ``eval/...``, or ``train/...``."""
     numbers = {name: value for name, value in logs.items() if isinstance(value, int | float)}
@@ -170,7 +157,7 @@ class OfflineTrainer(Calling):
             reference: the reference model of DPO.
         """
         model, tokenizer = given["model"], given["tokenizer"]
-        observers = observing(given.get("callbacks") or ())
+        self._callbacks = observing(given.get("callbacks") or ())
         given = {**given, **loading(model, given)}
         self.train_dataset, self.eval_dataset = given.get("train_dataset"), given.get("eval_dataset")
         self.args: TrainingArguments = given["args"] or TrainingArguments("tmp_trainer")
@@ -192,12 +179,13 @@ class OfflineTrainer(Calling):
         elif tokenizer is None:
             tokenizer = tokenizer_of(model)
         self.check_called(config, model)
-        config = config.evolve(train={"trackers": self._take_trackers(config.train.trackers)})
+        self._trackers, left = take_trackers(config.train.trackers)
+        config = config.evolve(train={"trackers": left})
         self.trainer = self.trainer_class()(
             config,
             model=None if isinstance(model, str) else model,
             tokenizer=tokenizer,
-            callbacks=[self._log, *observers, *self._trackers],
+            callbacks=[self._log, *self._callbacks, *self._trackers],
             **live,
         )
         self.tokenizer = self.trainer.tokenizer
@@ -211,6 +199,7 @@ class OfflineTrainer(Calling):
             )
         if train is not None:
             self.trainer.add_samples(train)
+        self._keep_arguments(given)
         self._sets = dict[str, tuple[Any, Any]]()
         if isinstance(held_out, Several):
             self._measure_each(held_out)
@@ -229,6 +218,27 @@ class OfflineTrainer(Calling):
             config = config.evolve(train={"save_best": {"metric": f"eval/{own}", "mode": best.mode}})
         return config
 
+    def _keep_arguments(self, given: Mapping[str, Any]) -> None:
+        """Set the attributes that TRL's trainers have of their arguments, with what trainkit makes of them."""
+        config, apart = self.trainer.model_config, bool(self.trainer.model_config.is_encoder_decoder)
+        usual = {name: each.default for name, each in parameters(type(self)).items()}
+        found = {**usual, **vars(self.args), **given}
+        pad = self.tokenizer.pad_token_id
+        of_pairs = {"use_dpo_data_collator": True, "pad_token_id": pad, "decoder_start_token_id": None}
+        found |= of_pairs if "padding_value" in found or hasattr(self.args, "padding_value") else {}
+        for name in ("max_prompt_length", *(("max_target_length", "max_completion_length") if apart else ())):
+            found |= {name: found[name] or USUAL} if name in found else {}
+        found |= {"padding_value": pad} if found.get("padding_value", 0) is None else {}
+        found |= {"max_length": self.trainer.config.train.seq_length} if "max_length" in found else {}
+        found |= {"decoder_start_token_id": config.decoder_start_token_id} if apart else {}
+        found |= {"beta": self.trainer.method.beta} if hasattr(self.trainer.method, "beta") else {}
+        found |= {"is_encoder_decoder": apart, "is_peft_model": self._trains_adapter(given)}
+        vars(self).update({name: found[name] for name in OF_ARGUMENTS if name in found})
+
+    def _trains_adapter(self, given: Mapping[str, Any]) -> bool:
+        """Return whether an adapter is trained, and not the weights of the model."""
+        return given.get("peft_config") is not None or has_adapter(given["model"])
+
     def _sample_in_evaluations(self, given: Mapping[str, Any], held_out: Any) -> None:
         """With ``generate_during_eval``, make evaluations sample responses to prompts of a batch of held-out rows."""
         if held_out is None or not {**vars(self.args), **given}.get("generate_during_eval"):
@@ -245,16 +255,6 @@ class OfflineTrainer(Calling):
             if prompt not in prompts:
                 prompts.append(prompt)
         self.trainer.add_eval_pipeline(prompts)
-
-    def _take_trackers(self, entries: list[Any]) -> list[Any]:
-        """Make the trackers of accelerate, which `log` gives the metrics, and return those that are left."""
-        known = {each.value for each in LoggerType}
-        taken = [each for each in entries if (each if isinstance(each, str) else each.name) in known]
-        usual = len(default_trackers([]))  # the console and the files of the run, which every run has
-        self._trackers = [Tracked(each) for each in default_trackers(taken)[usual:]]
-        if int(os.environ.get("RANK", 0)):
-            self._trackers = []
-        return [each for each in entries if each not in taken]
 
     def _adapted(self, model: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return a model that has an adapter already, which is trained on, and the arguments without a further one."""
@@ -344,6 +344,39 @@ class OfflineTrainer(Calling):
         """The collator that was given; trainkit makes the batches by itself."""
         return getattr(self, "_data_collator", None)
 
+    def add_callback(self, callback: Any) -> None:
+        """Add an object with hooks of trainkit, or a class of such, as the argument ``callbacks`` does."""
+        for each in observing([callback]):
+            add_callback(self.trainer.hooks, each)
+            self._callbacks.append(each)
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Remove a callback, or the first of a class, and return it; None if there is none."""
+        found = next((each for each in self._callbacks if callback in (each, type(each))), None)
+        if found is not None:
+            self._callbacks.remove(found)
+            self.trainer.hooks.unregister(found)
+        return found
+
+    def remove_callback(self, callback: Any) -> None:
+        """Do what `pop_callback` does, and return nothing."""
+        self.pop_callback(callback)
+
+    @property
+    def hub_model_id(self) -> str | None:
+        """The repository that the model is published in."""
+        return self.args.hub_model_id
+
+    @property
+    def is_deepspeed_enabled(self) -> bool:
+        """Whether DeepSpeed divides the model."""
+        return getattr(self.accelerator.state, "deepspeed_plugin", None) is not None
+
+    @property
+    def is_fsdp_enabled(self) -> bool:
+        """Whether FSDP divides the model."""
+        return getattr(self.accelerator.state, "fsdp_plugin", None) is not None
+
     def _built(self) -> Any:
         self.trainer.models.build()
         return self.trainer.models
@@ -351,6 +384,10 @@ class OfflineTrainer(Calling):
     def is_world_process_zero(self) -> bool:
         """Return whether this is the main process."""
         return bool(self.accelerator.is_main_process)
+
+    def is_local_process_zero(self) -> bool:
+        """Return whether this is the main process of its machine."""
+        return bool(self.accelerator.is_local_main_process)
 
     # --------------------------------------------------------------------------------------------------- training
 
@@ -506,7 +543,7 @@ class OfflineTrainer(Calling):
             logs = {**logs, "epoch": self.state.epoch}
         self.state.log_history.append({**logs, "step": step})
         for each in self._trackers:
-            each.tracker.log_metrics(self.trainer, step, of_trackers(logs))
+            each.log(self.trainer, of_trackers(logs))
         if added := {name: value for name, value in logs.items() if name not in {*(given or ()), "epoch"}}:
             self._log.given = given or {}
             self.trainer.hooks.hook.log_metrics(trainer=self.trainer, step=step, metrics=added)
@@ -630,6 +667,38 @@ def selected(dataset: Any, names: Iterable[str], needed: Iterable[str] = ()) -> 
     return formatted(dataset, lambda row: {name: row[name] for name in wanted})
 
 
+def collated(dataset: Any, collator: Callable[[list[Any]], Any], names: Iterable[str], needed: Iterable[str]) -> Any:
+    """Return the rows of a dataset as a collator of a script makes them, which is called with each by itself.
+
+    Args:
+        dataset: the rows.
+        collator: returns a batch.
+        names: what is read of a batch.
+        needed: what has to be in it.
+
+    Raises:
+        DataError: it returns no batch of one row with what is needed.
+    """
+
+    def alone(row: Any) -> dict[str, Any]:
+        try:
+            batch = collator([row])
+        except Exception as error:
+            raise DataError(f"data_collator raised {type(error).__name__} for [{describe(row)}]: {error}") from error
+        has = [name for name, value in batch.items() if value is not None] if isinstance(batch, Mapping) else []
+        if not {*needed} <= {*has}:
+            held = f"one with {', '.join(has)}" if has else describe(batch)
+            raise DataError(f"data_collator should return a dictionary with {', '.join(needed)}; it returned {held}")
+        found = {name: torch.as_tensor(batch[name]) for name in names if name in has}
+        if odd := [name for name, value in found.items() if not value.dim() or len(value) != 1]:
+            raise DataError(
+                f"data_collator should return one row for one; {odd[0]} has the shape {tuple(found[odd[0]].shape)}"
+            )
+        return {name: value[0].tolist() for name, value in found.items()}
+
+    return formatted(dataset, alone) if is_stream(dataset) else [alone(row) for row in dataset]
+
+
 def loading(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``model_init_kwargs`` of arguments, if they are given, with the type of the saved weights for ``"auto"``.
 
@@ -646,7 +715,32 @@ def loading(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     names = [name for name in ("dtype", "torch_dtype") if found.get(name) == "auto"]
     saved = AutoConfig.from_pretrained(model).dtype or torch.float32 if names else None
     kept = {name: value for name, value in found.items() if value is not None}
-    return {"model_init_kwargs": {**kept, **dict.fromkeys(names, saved)}}
+    settled = arguments_of_today({**kept, **dict.fromkeys(names, saved)})
+    if isinstance(quantised := settled.get("quantization_config"), QuantizationConfigMixin):
+        settled["quantization_config"] = quantised.to_dict()
+    return {"model_init_kwargs": settled}
+
+
+def load_reference(model: Any, arguments: Mapping[str, Any] | None, *, apart: bool) -> Any:
+    """Return the reference that ``ref_model`` is, or names.
+
+    Args:
+        model: ``ref_model``.
+        arguments: ``ref_model_init_kwargs``.
+        apart: whether it is an encoder-decoder.
+
+    Raises:
+        ConfigError: it is a model already, or does not take the arguments.
+    """
+    if not isinstance(model, str):
+        if arguments:
+            raise ConfigError("ref_model_init_kwargs is given, and ref_model is no name to load; leave one of them out")
+        return model
+    auto = AutoModelForSeq2SeqLM if apart else AutoModelForCausalLM
+    try:
+        return auto.from_pretrained(model, **arguments_of_today(arguments or {}))
+    except TypeError as error:
+        raise ConfigError(f"ref_model_init_kwargs does not fit {model!r}: {error}; leave the argument out") from error
 
 
 def tokenizer_of(model: Any) -> Any:

@@ -273,7 +273,6 @@ class ReferenceFreeTrainer(PairTrainer):
         train, held_out = self.read(train_dataset, eval_dataset)
         room = getattr(args, "max_length", None) or longest(model, tokenizer, 512)
         self._begin(given, train, held_out, rows=rows, changes={"train": {"seq_length": room}})
-        self.beta = self.trainer.method.beta
 
     @property
     def averages(self) -> bool:

@@ -21,15 +21,17 @@ from transformers import DataCollatorForLanguageModeling, PreTrainedModel
 import trainkit
 from trainkit.errors import ConfigError, DataError, describe
 from trainkit.metrics import Std
-from trainkit.models import PreTrainedModelWrapper
+from trainkit.models import PreTrainedModelWrapper, ValueHead
 from trainkit_migrate import refusing, translate, translate_sampling
 from trainkit_trl.arguments import check_takes, refuse_unknown
 from trainkit_trl.core import average_torch_dicts, convert_to_scalar, set_seed, stats_to_np
+from trainkit_trl.overriding import overridden
 from trainkit_trl.trainer.base import BaseTrainer
 from trainkit_trl.trainer.ppo_checks import check_ids, check_lists, check_masks, check_scores
 from trainkit_trl.trainer.ppo_config import OF_0_7, PPOConfig
 from trainkit_trl.trainer.ppo_formulas import PPO, Controller
 from trainkit_trl.trainer.ppo_parts import Parts, described
+from trainkit_trl.trainer.tracking import take_trackers
 from trainkit_trl.trainer.utils import AdaptiveKLController, FixedKLController
 
 log = logging.getLogger(__name__)
@@ -86,6 +88,8 @@ class PPOTrainer(Parts, BaseTrainer):
         num_shared_layers: the lowest layers that model and reference share; they are not trained. Without effect if
             ``ref_model`` is given.
         lr_scheduler: a learning-rate schedule of the optimizer, which every call of `step` advances once.
+        log_names: by which names trackers get statistics: ``"trl"``, those of TRL, from `log_stats` alone; or
+            ``"trainkit"``, from `step`, and from `log_stats` what a script adds. The directory of the run has both.
         **unknown: other arguments are errors.
 
     Raises:
@@ -94,6 +98,7 @@ class PPOTrainer(Parts, BaseTrainer):
             says what to write instead.
     """
 
+    kept: ClassVar[tuple[str, ...]] = ("config", "model", "tokenizer")
     not_called: ClassVar[Mapping[str, str]] = {
         "batched_forward_pass": "override loss or train_minibatch, which get its results",
         "prepare_model_inputs": "override prepare_dataloader, or change queries and responses before step",
@@ -115,6 +120,7 @@ class PPOTrainer(Parts, BaseTrainer):
         data_collator: Callable[[list[Any]], Any] | None = None,
         num_shared_layers: int | None = None,
         lr_scheduler: Any = None,
+        log_names: str = "trl",
         **unknown: Any,
     ) -> None:
         refuse_unknown(PPOTrainer, unknown)
@@ -128,6 +134,8 @@ class PPOTrainer(Parts, BaseTrainer):
             raise ValueError(f"tokenizer should be a tokenizer of transformers; given {type(tokenizer).__name__}")
         if not isinstance(ref_model, PreTrainedModelWrapper | PreTrainedModel | None):
             raise ValueError(f"ref_model should be a model with a value head; given {type(ref_model).__name__}")
+        _check_called("model", model)
+        _check_called("ref_model", ref_model)
         check_takes("data_collator", data_collator, "rows")
         if not isinstance(lr_scheduler, LRScheduler | None):
             raise ValueError(f"lr_scheduler should be one of torch.optim; given {type(lr_scheduler).__name__}")
@@ -147,6 +155,9 @@ class PPOTrainer(Parts, BaseTrainer):
         schedule = None if lr_scheduler is None else _OfSteps(lr_scheduler)
         given = {"reference": ref_model, "optimizer": optimizer, "scheduler": schedule}
         given = {name: value for name, value in given.items() if value is not None}
+        self._trackers, left = take_trackers(settled.train.trackers, log_names)
+        self._log_names, settled = log_names, settled.evolve(train={"trackers": left})
+        given["callbacks"] = self._trackers
         self.trainer: Any = PPO(settled, owner=self, model=model, tokenizer=tokenizer, **given)
         self._check_overrides()
         self.trainer.models.build()
@@ -154,7 +165,7 @@ class PPOTrainer(Parts, BaseTrainer):
         if isinstance(inner, torch.optim.Optimizer):  # not that of DeepSpeed, which keeps gradients itself
             inner.register_step_post_hook(self._keep_gradient)
         self._gradient: list[tuple[Any, Tensor]] = []
-        self._logged: Collection[str] = ()  # names of metrics that `step` has logged
+        self._logged: Collection[str] = ()  # names of metrics that `log_stats` does not log
         adapted = config.adap_kl_ctrl and config.init_kl_coef and config.target is not None
         beta = config.init_kl_coef or 0.0
         self.kl_ctl = (
@@ -370,8 +381,9 @@ class PPOTrainer(Parts, BaseTrainer):
         seconds["time/ppo/optimize_step"] = trained - started - sum(seconds.values())
         ended = perf_counter()
         seconds |= {"time/ppo/calc_stats": ended - trained, "time/ppo/total": ended - started}
-        self._logged = metrics.keys()
-        return convert_to_scalar(stats_to_np({**stats, **seconds}))
+        stats = convert_to_scalar(stats_to_np({**stats, **seconds}))
+        self._logged = metrics.keys() if self._log_names == "trl" else {*stats, *metrics}
+        return stats
 
     def _stats(
         self, coef: float, metrics: dict[str, float], queries: list[Tensor], responses: list[Tensor]
@@ -457,6 +469,8 @@ class PPOTrainer(Parts, BaseTrainer):
         if self.accelerator.is_main_process:
             metrics = {name: float(numbers[name]) for name in numbers if name not in self._logged}
             self.trainer.hooks.hook.log_metrics(trainer=self.trainer, step=self.trainer.progress.step, metrics=metrics)
+            for each in self._trackers:
+                each.log(self.trainer, {name: float(value) for name, value in numbers.items()})
         if self.config.log_with == "wandb":
             columns = (*columns_to_log, "reward")
             texts = zip(*(batch[name] for name in columns_to_log), map(float, rewards), strict=True)
@@ -475,6 +489,24 @@ class PPOTrainer(Parts, BaseTrainer):
         "tag": "ppo",
         "text": "A language model with a value head, fine-tuned by PPO.",
     }
+
+
+def _check_called(name: str, model: Any) -> None:
+    """Raise a ConfigError if a model has methods or a head of a script's, which trainkit does not call."""
+    if not isinstance(model, PreTrainedModelWrapper):
+        return
+    cls, head = type(model).__name__, getattr(model, "v_head", None)
+    if found := overridden(model, "forward", "generate", "state_dict", "save_pretrained"):
+        raise ConfigError(
+            f"{name} is a {cls}, which overrides {', '.join(found)}; trainkit calls its parts, pretrained_model and "
+            "v_head, and not these: change pretrained_model, or override loss, generate or _save_pretrained of "
+            "PPOTrainer"
+        )
+    if head is not None and not isinstance(head, ValueHead):
+        raise ConfigError(
+            f"v_head of {name} is a {type(head).__name__}, and trainkit trains a trainkit.models.ValueHead; make it a "
+            "subclass, whose forward is called"
+        )
 
 
 def _stacked(rows: list[Any]) -> Any:

@@ -18,7 +18,8 @@ from trainkit.functional import preference_accuracy
 from trainkit.metrics import Mean, Metrics
 from trainkit.models import Scorer, load_model
 from trainkit_migrate import refusing
-from trainkit_trl.trainer.offline import OfflineTrainer, checking, count, longest, selected
+from trainkit_trl.arguments import check_takes
+from trainkit_trl.trainer.offline import OfflineTrainer, checking, collated, count, longest, selected
 from trainkit_trl.trainer.utils import RewardDataCollatorWithPadding, compute_accuracy
 
 log = logging.getLogger(__name__)
@@ -31,7 +32,8 @@ class RewardTrainer(OfflineTrainer):
     Args:
         model: an `AutoModelForSequenceClassification` with one label, or its name or directory.
         args: the arguments of training, a `RewardConfig`.
-        data_collator: a `RewardDataCollatorWithPadding`, without effect.
+        data_collator: `RewardDataCollatorWithPadding`, without effect; another one is called with each row by itself,
+            before training, and returns the columns of ``train_dataset``.
         train_dataset: rows with ``input_ids_chosen``, ``input_ids_rejected``, their masks, perhaps ``margin``.
         eval_dataset: held-out rows.
         tokenizer: the tokenizer; None: that of the model.
@@ -73,8 +75,9 @@ class RewardTrainer(OfflineTrainer):
         of_args = getattr(args, "max_length", None)
         if max_length is not None and of_args is not None:
             raise ValueError("max_length is given here and in args; give it in args alone")
-        if isinstance(data_collator, RewardDataCollatorWithPadding):
-            given["data_collator"] = None
+        check_takes("data_collator", data_collator, "rows")
+        self._calls = type(data_collator) not in (type(None), RewardDataCollatorWithPadding)
+        given["data_collator"] = data_collator if self._calls else None
         self._data_collator = data_collator or RewardDataCollatorWithPadding(tokenizer)
         given["max_length"] = max_length or of_args or longest(model, tokenizer, 512)
         self._labels = int(getattr(getattr(model, "config", None), "num_labels", 1))
@@ -86,6 +89,7 @@ class RewardTrainer(OfflineTrainer):
             )
         rows = None if train_dataset is None else count(train_dataset)
         train, held_out = self.read(train_dataset, eval_dataset)
+        self.use_reward_data_collator = not self._calls
         self._begin(given, train, held_out, rows=rows)
 
     def changes(self) -> dict[str, Any]:
@@ -122,7 +126,10 @@ class RewardTrainer(OfflineTrainer):
 
     def samples(self, dataset: Any) -> Any:
         """Return pairs of token ids with their margins."""
-        return formatted(selected(dataset, COLUMNS, needed=COLUMNS[::2][:2]), _with_margin)
+        needed = COLUMNS[::2][:2]
+        if self._calls:
+            dataset = collated(dataset, self.data_collator, COLUMNS, needed)
+        return formatted(selected(dataset, COLUMNS, needed), _with_margin)
 
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"

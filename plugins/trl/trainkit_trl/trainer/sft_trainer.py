@@ -14,14 +14,26 @@ from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBas
 from trainkit.data import Completions, Sequences, encode_sample, formatted, is_stream, sample_rows
 from trainkit.errors import ConfigError, DataError
 from trainkit_migrate import refusing
+from trainkit_trl.arguments import check_takes
 from trainkit_trl.extras.dataset_formatting import conversations_formatting_function, instructions_formatting_function
 from trainkit_trl.trainer.calling import named_sequences
-from trainkit_trl.trainer.offline import OfflineTrainer, checking, columns, count, longest, selected, tokenizer_of
-from trainkit_trl.trainer.utils import ConstantLengthDataset, DataCollatorForCompletionOnlyLM
+from trainkit_trl.trainer.offline import (
+    OfflineTrainer,
+    checking,
+    collated,
+    columns,
+    count,
+    longest,
+    selected,
+    tokenizer_of,
+)
+from trainkit_trl.trainer.utils import ConstantLengthDataset, DataCollatorForCompletionOnlyLM, Tokenised
 
 log = logging.getLogger(__name__)
 TOKENS = ("input_ids", "attention_mask", "labels")
 COMPLETION = ("prompt", "completion")
+COLLATORS = (type(None), DataCollatorForCompletionOnlyLM, DataCollatorForLanguageModeling)
+"""The collators that are not called, because trainkit makes the same batches."""
 DATASET = ("add_special_tokens", "append_concat_token", "skip_prepare_dataset")
 
 
@@ -50,7 +62,8 @@ class SFTTrainer(LikelihoodTrainer):
     Args:
         model: a model, or its name or directory.
         args: the arguments of training.
-        data_collator: `DataCollatorForCompletionOnlyLM`, to train on what follows a template alone.
+        data_collator: `DataCollatorForCompletionOnlyLM`, to train on what follows a template alone; another one is
+            called with each row by itself, before training, and returns its ``input_ids`` and ``labels``.
         train_dataset: rows with ``dataset_text_field``, with ``messages``, or with ``input_ids`` and perhaps
             ``labels``; a `ConstantLengthDataset`.
         eval_dataset: held-out rows.
@@ -132,10 +145,16 @@ class SFTTrainer(LikelihoodTrainer):
         if unknown := sorted(self.dataset_kwargs.keys() - DATASET):
             raise ConfigError(f"dataset_kwargs has {', '.join(unknown)}; it may have {', '.join(DATASET)}")
         self.max_seq_length = max_seq_length or longest(model, tokenizer, 1024)
-        known = isinstance(data_collator, DataCollatorForCompletionOnlyLM) or (
-            isinstance(data_collator, DataCollatorForLanguageModeling) and not data_collator.mlm
-        )
-        given["data_collator"] = None if known else data_collator
+        check_takes("data_collator", data_collator, "rows")
+        if getattr(data_collator, "mlm", False):
+            raise ConfigError("data_collator masks tokens, and the model learns the next one; give it mlm=False")
+        self._calls = type(data_collator) not in COLLATORS
+        if self._calls and (self.packing or self.eval_packing):
+            raise ConfigError(
+                "data_collator is one of your own, which packed rows are not given to; set packing=False, and leave "
+                "out eval_packing"
+            )
+        given["data_collator"] = data_collator if self._calls else None
         given["max_seq_length"] = self.max_seq_length
         given = {name: value for name, value in given.items() if value is not None or name in ("args", "tokenizer")}
         given.setdefault("packing", False)
@@ -162,6 +181,8 @@ class SFTTrainer(LikelihoodTrainer):
         exact = self.dataset_kwargs.get("add_special_tokens") is False or (
             packing and self.dataset_kwargs.get("append_concat_token") is False
         )
+        if self._calls:
+            return collated(self._inputs(dataset), collator, TOKENS, needed=("input_ids", "labels"))
         found = self._texts(dataset, packing)
         if exact and isinstance(collator, DataCollatorForCompletionOnlyLM):
             raise ConfigError("dataset_kwargs chooses special tokens for whole texts alone; leave out data_collator")
@@ -182,10 +203,23 @@ class SFTTrainer(LikelihoodTrainer):
         made = Completions(collator.response_template, collator.instruction_template, tokenizer=collator.tokenizer)
         return formatted(found, made) if is_stream(found) else list(_with_completions(found, made))
 
+    def _inputs(self, dataset: Any) -> Any:
+        """Return what TRL gives a collator: rows of token ids of at most ``max_seq_length``."""
+        if isinstance(dataset, ConstantLengthDataset) or self.dataset_kwargs.get("skip_prepare_dataset"):
+            return dataset
+        found = self._texts(dataset, packing=False)
+        if self.tokenizer.pad_token is None:  # as in TRL
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        if "input_ids" in columns(found):
+            return found
+        special = self.dataset_kwargs.get("add_special_tokens", True)
+        length = {"truncation": True, "max_length": self.max_seq_length}
+        return formatted(found, lambda text: dict(self.tokenizer(text, add_special_tokens=special, **length)))
+
     def _texts(self, dataset: Any, packing: bool) -> Any:
         field, function = self.dataset_text_field, self.formatting_func
         if isinstance(dataset, ConstantLengthDataset):
-            return dataset.tokenised if dataset.infinite else list(dataset.tokenised)
+            return Tokenised(dataset) if dataset.infinite else list(dataset)
         named = columns(dataset)
         if self.dataset_kwargs.get("skip_prepare_dataset"):
             return selected(dataset, TOKENS, needed=TOKENS[:1])

@@ -178,11 +178,6 @@ class ConstantLengthDataset(IterableDataset[dict[str, Any]]):
         for ids in self._rows():
             yield {"input_ids": torch.tensor(ids), "labels": torch.tensor(ids)}
 
-    @property
-    def tokenised(self) -> Tokenised:
-        """The rows as lists of token ids, without a length, as trainkit reads them."""
-        return Tokenised(self)
-
     def _rows(self) -> Iterator[list[int]]:
         drawn, left = random.Random(0), list[int]()
         for texts in self._buffers():
@@ -213,14 +208,13 @@ class ConstantLengthDataset(IterableDataset[dict[str, Any]]):
 
 
 class Tokenised:
-    """The rows of a `ConstantLengthDataset` as lists of token ids."""
+    """The rows of a `ConstantLengthDataset`, without its length, which is that of the texts."""
 
     def __init__(self, dataset: ConstantLengthDataset) -> None:
         self.dataset = dataset
 
-    def __iter__(self) -> Iterator[dict[str, list[int]]]:
-        for ids in self.dataset._rows():
-            yield {"input_ids": ids}
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        yield from self.dataset
 
 
 @dataclass
