@@ -95,6 +95,51 @@ def _same_for_all(found: Tensor, largest: float) -> bool:
     return bool(((found - found[-1]).abs() <= CLOSE * largest).all())
 
 
+@check(where=rewarded_text)
+def values_reach_back(bench: Bench) -> None:
+    """Check that a critic's value of a state lowers the credit of its own token, and reaches no later token.
+
+    A critic is a baseline in its own state and a forecast for the states before it. One that is read one state early or
+    late, or is added where it was subtracted, still trains, and a short run learns with it. The value of the state
+    after a response that has ended counts nowhere. Algorithms without a critic pass, and so do those where a value
+    changes the credit of other responses in another way.
+
+    Causes: V of the same state, or of the one before, instead of the next in δ; a ``roll`` by one column that is too
+    few or too many; the state before the last token as the one after it; a sign.
+    """
+    if not can_stand_in(bench):
+        return
+    for row in (AT, CUT):
+        effects = _Effects(bench, row=row)
+        if not effects.has_values:
+            return
+        unit = float(effects.of_reward(effects.length - 1).abs().max())
+        for token in (FIRST, effects.length - 1, effects.length):
+            found = effects.of_value(token)
+            if not effects.comparable or unit == 0:
+                return
+            _require_critic(effects, token, found, unit)
+
+
+def _require_critic(effects: _Effects, token: int, found: Tensor, unit: float) -> None:
+    """Fail unless the value of the state before a token, or after the last, changes credits as a critic's does."""
+    small, own = CLOSE * unit, found[token : token + 1]
+    at = f"in which token {token} is chosen" if len(own) else "after the last token"
+    seen = (
+        f"if the value of the state {at} of a response rises by {RAISE:g}, the credits of its tokens change by "
+        f"{_told(found)}; "
+    )
+    require(
+        bool((own < -small).all()),
+        f"{seen}that of token {token} should fall: V is not subtracted there, or is added again as that of the next "
+        "state",
+    )
+    require(bool((found[token + 1 :].abs() <= small).all()), f"{seen}those of later tokens should not change")
+    require(bool((found[:token] >= -small).all()), f"{seen}those of earlier tokens should not fall")
+    counts = bool(len(own)) or not effects.ended
+    require(counts or bool((found.abs() <= small).all()), f"{seen}the response has ended, so none should change")
+
+
 def declares_discount(subject: Subject) -> bool:
     """Return whether the subject declares a discount of rewards of tokens."""
     return rewarded_text(subject) and bool(structures(subject, "discount"))
