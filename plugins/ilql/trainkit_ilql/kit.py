@@ -162,7 +162,8 @@ def ilql_of_the_paper(world: World) -> Tensor:
     losses = torch.where(u < 0, 1 - method.tau, method.tau) * u**2 + method.cql_scale * head["cql"]
     losses = losses + sum((head[name] - goal) ** 2 for name in ("q0", "q1") if name in head)
     weights = (method.beta_awac * u.detach()).exp().clamp(max=method.awac_weight_max)
-    return (losses - method.awac_scale * weights * world.logprobs)[mask].mean()
+    loss: Tensor = (losses - method.awac_scale * weights * world.logprobs)[mask].mean()
+    return loss
 
 
 STRUCTURE = (

@@ -1373,7 +1373,7 @@ BUGS = (
         "the estimate of the KL is compared with rewards in another unit",
         "of the field",
         "kto",
-        ("effects_as_declared",),
+        ("effects_as_declared", "gradient_in_expectation"),
         patch="""
 -        point = torch.zeros_like(rewards) if batch.kl is None else method.beta * batch.kl.clamp(min=0)
 +        point = torch.zeros_like(rewards) if batch.kl is None else batch.kl.clamp(min=0)

@@ -273,6 +273,19 @@ STRANGE = (
         missed="bootstrap one state early",
     ),
     Bug(
+        "critic_without_the_own_reward",
+        "the critic is fitted to the rewards after a token, without its own",
+        "of the field",
+        "_sound_vapo",
+        ("critic_follows_rewards",),
+        patch="""
+-                total = r[t] + total
+-                own[t, 0], own[t, 1] = gain, total
++                own[t, 0], own[t, 1] = gain, total
++                total = r[t] + total
+""",
+    ),
+    Bug(
         "value_behind_the_end_in_td_lambda",
         "responses that have ended are bootstrapped with the value of their last state",
         "of the field",

@@ -77,13 +77,14 @@ def credit_of_scores(bench: Bench) -> None:
     """
     sampled = _sampled(bench)
     texts = _texts(bench, sampled)
-    for index in _chosen(bench, sampled):
-        credits_: list[float] = []
-        for score in (0.05, 0.95):
-            trainer = bench.collected(arguments={"reward_fn": _fractions({texts[index]: score})})
-            found = credits_of(trainer, trainer.store.experience)
-            credits_.append(float(found[sampled[index]][-1]) if sampled[index] in found else 0.0)
-        _require_rise(credits_, "last", index, sampled[index])
+    _require_rises(
+        bench,
+        sampled,
+        _chosen(bench, sampled),
+        "last",
+        (0.05, 0.95),
+        lambda given: _fractions({texts[index]: score for index, score in given.items()}),
+    )
 
 
 @check(where=credited)
@@ -116,13 +117,15 @@ def credit_of_dense_rewards(bench: Bench) -> None:
     require(one.keys() == other.keys(), "scores and rewards per token make experience with other fields")
     for name, tensor in one.items():
         require_close(tensor.float(), other[name].float(), f"{name} of scores and of equal rewards for the last tokens")
-    for index in [index for index in _chosen(bench, sampled) if len(sampled[index][1]) > 1]:
-        credits_: list[float] = []
-        for reward in (-1.0, 1.0):
-            trainer = bench.collected(arguments={"reward_fn": dense({texts[index]: reward})})
-            found = credits_of(trainer, trainer.store.experience)
-            credits_.append(float(found[sampled[index]][0]) if sampled[index] in found else 0.0)
-        _require_rise(credits_, "first", index, sampled[index])
+    long = [index for index in _chosen(bench, sampled) if len(sampled[index][1]) > 1]
+    _require_rises(
+        bench,
+        sampled,
+        long,
+        "first",
+        (-1.0, 1.0),
+        lambda given: dense({texts[index]: reward for index, reward in given.items()}),
+    )
 
 
 class _Made:
@@ -184,7 +187,7 @@ def _sampled(bench: Bench) -> list[Ids]:
 
 def _texts(bench: Bench, sampled: list[Ids]) -> list[tuple[str, str]]:
     """Return the prompts and responses as the reward function gets them."""
-    tokenizer = bench.trainer().tokenizer
+    tokenizer = bench.subject.tiny.tokenizer
     queries, responses = (decode(tokenizer, [list(ids[part]) for ids in sampled], True) for part in (0, 1))
     return list(zip(queries, responses, strict=True))
 
@@ -203,13 +206,44 @@ def _fractions(others: dict[tuple[str, str], float]) -> Callable[..., list[float
 
 def _chosen(bench: Bench, sampled: list[Ids]) -> list[int]:
     """Return indices of responses with unique ids: one per position in a group, the shortest and the longest."""
-    size = bench.trainer().samples_per_prompt
+    size = bench.subject.tiny.samples_per_prompt
     texts = _texts(bench, sampled)  # responses of other ids may have the same text
     alone = [index for index, text in enumerate(texts) if texts.count(text) == 1]
     by_length = sorted(alone, key=lambda index: len(sampled[index][1]))
     places = [next((index for index in alone if index % size == place), None) for place in range(size)]
     require(None not in places, f"too few of the {len(sampled)} responses to {len(PROMPTS)} prompts differ")
     return sorted({*(index for index in places if index is not None), by_length[0], by_length[-1], alone[-1]})
+
+
+def _require_rises(
+    bench: Bench,
+    sampled: list[Ids],
+    chosen: list[int],
+    which: str,
+    values: tuple[float, float],
+    rewards: Callable[[dict[int, float]], Callable[..., Any]],
+) -> None:
+    """Fail unless the first or last token of each chosen response has more credit for the higher of two values.
+
+    Responses of different groups are changed in one collection, every other one from the higher value to the lower, so
+    that its mean stays.
+    """
+    size, at = bench.subject.tiny.samples_per_prompt, -1 if which == "last" else 0
+    rest = list(chosen)
+    while rest:
+        together = list({index // size: index for index in rest}.values())
+        rest = [index for index in rest if index not in together]
+        found: dict[int, list[float]] = {index: [0.0, 0.0] for index in together}
+        for turn in (0, 1):
+            given = {index: (number + turn) % 2 for number, index in enumerate(together)}
+            reward = rewards({index: values[high] for index, high in given.items()})
+            trainer = bench.collected(arguments={"reward_fn": reward})
+            credits_ = credits_of(trainer, trainer.store.experience)
+            for index, high in given.items():
+                if sampled[index] in credits_:
+                    found[index][high] = float(credits_[sampled[index]][at])
+        for index, pair in found.items():
+            _require_rise(pair, which, index, sampled[index])
 
 
 def _require_rise(found: list[float], which: str, index: int, ids: Ids) -> None:
@@ -310,7 +344,7 @@ def reported_kl(bench: Bench) -> None:
 
 def _moved(bench: Bench, by: float, **changes: Any) -> tuple[Any, Sequences]:
     """Return a trainer whose policy has moved, with a large collection of equal scores, and its responses."""
-    size = bench.trainer().samples_per_prompt
+    size = bench.subject.tiny.samples_per_prompt
     count = 1024 // size * size
     trainer = bench.trainer(
         arguments={"reward_fn": rewarding([0.0])}, rollout__num_rollouts=count, rollout__batch_size=count, **changes
@@ -475,7 +509,7 @@ def _extremes(bench: Bench) -> Iterator[tuple[str, Any]]:
     if rated(subject):
         yield "scores of ±1e6", scored(bench, [1e6, -1e6, -1e6])
     if subject.online:
-        few = {"rollout__num_rollouts": bench.trainer().samples_per_prompt}
+        few = {"rollout__num_rollouts": bench.subject.tiny.samples_per_prompt}
         yield "the smallest collection", bench.collected(**few)
         if subject.language:
             yield "responses of one token", bench.collected(rollout__max_new_tokens=1)

@@ -135,7 +135,7 @@ def weights_count_once(bench: Bench) -> None:
         if not is_number(field) or float not in kinds_of(field):
             continue
         settings = contexts(bench.subject).get(name, {})
-        values = _weights(field, getattr(bench.trainer().method, name))
+        values = _weights(field, getattr(bench.subject.tiny.method, name))
         if any(trainer_with(bench, {**settings, f"method.{name}": value}) is None for value in values):
             continue  # a rule of the settings forbids some of the values
         low, middle, high = (_gradient(bench, {**settings, f"method.{name}": value}) for value in values)
