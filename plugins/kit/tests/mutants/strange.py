@@ -273,6 +273,17 @@ STRANGE = (
         missed="bootstrap one state early",
     ),
     Bug(
+        "keep_reads_two_of_a_group",
+        "a group is kept if the scores of its first two responses differ, whatever the others have",
+        "of the field",
+        "_sound_dapo",
+        ("keep_chooses",),
+        patch="""
+-        return (groups != groups[:, :1]).any(1).repeat_interleave(self.method.group_size)
++        return (groups[:, 0] != groups[:, 1]).repeat_interleave(self.method.group_size)
+""",
+    ),
+    Bug(
         "critic_without_the_own_reward",
         "the critic is fitted to the rewards after a token, without its own",
         "of the field",
