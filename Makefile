@@ -108,7 +108,7 @@ docs: $(VENV)/made-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file docs/site/mkdocs.yml
 
 mutants: $(VENV)/made
-	$(SETTINGS) PYTHONPATH=plugins/kit/tests $(BIN)/python -m mutants
+	$(SETTINGS) PYTHONPATH=plugins/kit/tests $(BIN)/python -m mutants $(ARGS)
 
 parity: $(BENCH)/made
 	$(SETTINGS) $(BENCH)/bin/pytest -m parity tests/parity tests/test_speed_benchmark.py

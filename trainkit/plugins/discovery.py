@@ -274,7 +274,9 @@ def _claims() -> list[PluginInfo]:
         for distribution, plugins in _read(path, _changed(path)):
             by_distribution.setdefault(distribution, plugins)  # of two copies on the path the first is the one in use
     claims = [plugin for plugins in by_distribution.values() for plugin in plugins]
-    return sorted(map(_switched, claims), key=lambda plugin: (plugin.name, plugin.distribution, plugin.kind))
+    if _disabling() or LOAD in os.environ:
+        claims = [_switched(plugin) for plugin in claims]
+    return sorted(claims, key=lambda plugin: (plugin.name, plugin.distribution, plugin.kind))
 
 
 def _switched(plugin: PluginInfo) -> PluginInfo:

@@ -60,8 +60,8 @@ WAYS = ("rises", "falls", "same", "equals", "linear", "proportional")
 class Effect:
     """The effect of a setting on a quantity. Exactly one of the six ways to say it is given.
 
-    Of a setting that is a number, `equals`, `linear` and `proportional` prove more than a direction: that a weight is
-    not applied twice, nor half.
+    `equals`, `linear` and `proportional` prove more than a direction: that a weight is not applied twice, nor half, and
+    that nothing of its term is left at 0. Weights that may be 0 are measured there, too.
 
     Args:
         quantity: a name of `QUANTITIES`, or a function that is called with a tiny trainer which has made its first
@@ -71,8 +71,8 @@ class Effect:
         same: values of the setting that do not change the quantity.
         equals: the quantity's value, such as one that was computed by hand, for values of the setting.
         linear: at least three values of a setting that is the weight of a term: the quantity is a constant and the
-            setting times another, so that twice the setting is twice its term. What there is at 0 is not asked;
-            `proportional` says that there is nothing.
+            setting times another, so that twice the setting is twice its term. At 0, the quantity is the constant, and
+            has no part of the term.
         proportional: values of a setting that multiplies the quantity: twice the setting is twice the quantity.
         under: other settings, by dotted path; those of `Declaration.contexts` are used, too.
     """
@@ -129,6 +129,7 @@ class World:
         reference: the same of the reference [B, T, V].
         mask: which tokens belong to outputs, bool [B, T].
         scores: scores, rewards or margins [B], labels as 1 and 0; of pairs [B / 2].
+        head: outputs of the policy's head by name, such as values or Q of the tokens [B, T], with gradient.
     """
 
     method: Any
@@ -138,6 +139,7 @@ class World:
     reference: Tensor
     mask: Tensor
     scores: Tensor
+    head: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from trainkit.config import TRLConfig
+from trainkit.config.tree import merged, nest
 from trainkit.errors import ConfigError
 from trainkit.plugins import available_trainers, get_trainer
 from trainkit.rollouts import Turn
@@ -103,9 +104,10 @@ def tiny_trainer(
         "train": {"batch_size": 8, "mixed_precision": "no", **SHORT},
     }
     _require_settings(cls, {**defaults["method"], **sections.get("method", {})})
-    config: TRLConfig[Any] = TRLConfig.from_dict(
-        {key: {**section, **sections.get(key, {})} for key, section in defaults.items()}
-    ).update({"train.run_dir": str(run_dir), **{key.replace("__", "."): value for key, value in changes.items()}})
+    plain: dict[str, Any] = {key: {**section, **sections.get(key, {})} for key, section in defaults.items()}
+    for key, value in {"train.run_dir": str(run_dir), **changes}.items():
+        plain = merged(plain, nest(key.replace("__", "."), value))
+    config: TRLConfig[Any] = TRLConfig.from_dict(plain)
     if usual:
         given = {**_paying(cls.inputs_for(config.method)), **given}
     prompts, samples, rewards = (given.pop(key, None) for key in ("prompts", "samples", "rewards"))

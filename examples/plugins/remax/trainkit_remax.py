@@ -11,9 +11,12 @@ from torch import Tensor
 from trainkit import AccelerateRLTrainer, MethodConfig, Rollouts, Row, TokenBatch, register_trainer
 from trainkit.functional import kl_k1, masked_sum, per_response, zero_masked
 from trainkit.metrics import Mean, Metrics
-from trainkit.testing import Declaration, Structure
+from trainkit.testing import Declaration, Effect, Structure
 
-KIT = Declaration(structure=(Structure(gradient="policy", penalty="kl_coef"),))
+KIT = Declaration(
+    effects={"kl_coef": Effect("gradient", linear=(0.0, 0.1, 0.2))},
+    structure=(Structure(gradient="policy", penalty="kl_coef"),),
+)
 
 
 class ReMaxConfig(MethodConfig):

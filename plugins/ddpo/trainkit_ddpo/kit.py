@@ -37,13 +37,18 @@ def effect_of_the_prompt(trainer: Any) -> float:
     return float((one - means(trainer, trainer.method.negative_prompt)).abs().mean())
 
 
-def effect_against_a(trainer: Any) -> float:
-    """Return how far the means for the prompt "a" are from those without guidance."""
+def error_of_guidance(trainer: Any) -> float:
+    """Return how far the means for the prompt "a" are from m + (w − 1) (m − m₋), m₋ being that of the negative one."""
     state = {name: tensor.clone() for name, tensor in trainer.unwrapped.state_dict().items()}
-    one = means(trainer, "a")
-    trainer.unwrapped.load_state_dict(state)
-    trainer.unwrapped.guidance_scale = 1.0
-    return float((one - means(trainer, "a")).abs().mean())
+
+    def mean_for(prompt: str, scale: float) -> Tensor:
+        trainer.unwrapped.load_state_dict(state)
+        trainer.unwrapped.guidance_scale = scale
+        return means(trainer, prompt)
+
+    scale, other = trainer.method.guidance_scale, trainer.method.negative_prompt
+    guided, own, against = mean_for("a", scale), mean_for("a", 1.0), mean_for(other, 1.0)
+    return float((guided - own - (scale - 1) * (own - against)).abs().max() / guided.abs().max())
 
 
 def advantage_of_three(trainer: Any) -> float:
@@ -88,7 +93,7 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
         Effect(scale_of_the_noise, proportional=(0.2, 0.5, 1.0)),
     ],
     "guidance_scale": Effect(effect_of_the_prompt, proportional=(1.0, 5.0, 10.0)),
-    "negative_prompt": Effect(effect_against_a, rises=("a", "")),
+    "negative_prompt": Effect(error_of_guidance, equals={"": 0.0, "a": 0.0, "bc": 0.0}),
     # twelve steps, two of them in a pass
     "ddpo_epochs": Effect("collections", equals={1: 6, 2: 3, 3: 2}),
     "cliprange": Effect(loss_by_its_formula, equals={1e-4: 1.0, 0.1: 1.0, 0.2: 1.0}),

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainkit.testing import Declaration, Effect, Structure, World
+from trainkit.testing import Declaration, Effect, Structure, World, nudged
 
 
 def mean_of_three(trainer: Any) -> float:
@@ -18,6 +18,19 @@ def mean_of_three(trainer: Any) -> float:
     pairs = trainer.store.experience.select(torch.arange(3))
     batch = type(pairs)(**{**pairs.parts(), "chosen_kl": zeros, "rejected_kl": zeros})
     return float(trainer.losses(chosen, zeros, batch).mean())
+
+
+@torch.no_grad()
+def loss_of_ipo_by_its_formula(trainer: Any) -> float:
+    """Return the loss divided by the mean of (r_c − r_r − 1/2β)², r a sum over tokens, or a mean over them."""
+    batch = nudged(trainer, 0.1).store.experience.to(trainer.accelerator.device)
+    sides = []
+    for side in (batch.chosen, batch.rejected):
+        logps = trainer.policy(side).logprobs.double() - trainer.reference(side).logprobs
+        length = side.response_mask.sum(1) if trainer.method.ipo_length_normalize else 1
+        sides.append(logps.masked_fill(~side.response_mask, 0.0).sum(1) / length)
+    due = (sides[0] - sides[1] - 1 / (2 * trainer.method.beta)) ** 2
+    return float(trainer.loss(batch)[0] / due[batch.decided].mean())
 
 
 SMOOTHED = {"method.loss_type": "robust"}
@@ -36,7 +49,7 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
         Effect("credit of chosen", falls=(0.0, 0.1, 0.3)),
         Effect("credit of chosen", rises=(0.1, 0.3), under=SMOOTHED),
     ],
-    "ipo_length_normalize": Effect("credit of chosen", rises=(True, False), under=NORMALISED),
+    "ipo_length_normalize": Effect(loss_of_ipo_by_its_formula, equals={True: 1.0, False: 1.0}, under=NORMALISED),
     "reference_free": Effect("size of ref_chosen", equals={True: 0.0}),
     "k": Effect("responses", equals={2: 2, 4: 4, 8: 8}),
 }

@@ -39,16 +39,29 @@ def credit_for_an_advantage_of_1(trainer: Any) -> float:
 
 @torch.no_grad()
 def loss_by_its_formula(trainer: Any) -> float:
-    """Return 1 + the error of the loss, relative to the terms of Shao et al. 2024, equations 3 and 4, after a move."""
+    """Return 1 + the error of the loss, relative to the terms of Shao et al. 2024, equations 3 and 4, after a move.
+
+    CISPO has A clip(ρ) log π instead of the minimum; at the level of responses, ρ is the geometric mean.
+    """
     method, batch = trainer.method, nudged(trainer, 0.05).store.experience.to(trainer.accelerator.device)
     mask, advantages = batch.sequences.response_mask, batch.advantages.double().unsqueeze(1)
     logprobs = trainer.policy(batch.sequences).logprobs.double()
-    ratio, high = (logprobs - batch.old_logprobs).exp(), method.cliprange_high or method.cliprange
-    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - method.cliprange, 1 + high) * advantages)
-    to_reference = batch.ref_logprobs - logprobs
+    log_ratio, high = (logprobs - batch.old_logprobs) * mask, method.cliprange_high or method.cliprange
+    if method.ratio_level == "sequence":
+        log_ratio = (log_ratio.sum(1) / mask.sum(1)).unsqueeze(1)
+    ratio = log_ratio.exp().expand(mask.shape)
+    near = ratio.clamp(1 - method.cliprange, 1 + high) * advantages
+    surrogate = near * logprobs if method.surrogate == "cispo" else torch.minimum(ratio * advantages, near)
+    to_reference = (batch.ref_logprobs - logprobs) * mask
     each = (surrogate - method.kl_coef * (to_reference.exp() - to_reference - 1)) * mask
     mean = each.sum() / mask.sum() if method.average == "tokens" else (each.sum(1) / mask.sum(1)).mean()
     return float(1 + (trainer.loss(batch)[0] + mean) / each[mask].abs().mean())
+
+
+def groups_without_a_difference(trainer: Any) -> float:
+    """Return 1 if a group of the collection has equal scores, which make its advantages 0, and 0 if none has."""
+    groups = trainer.store.experience.advantages.view(-1, trainer.samples_per_prompt)
+    return float((groups == 0).all(1).any())
 
 
 EFFECTS: dict[str, Effect | list[Effect]] = {
@@ -68,11 +81,15 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
         Effect("weight", same=("responses", "constant")),
         Effect(credit_for_an_advantage_of_1, equals={"constant": 1 / 6}, under=ALONE),
     ],
-    "surrogate": Effect("unclipped", rises=("clip", "cispo"), under={**ALONE, "method.cliprange": 0.05}),
-    "ratio_level": Effect("unclipped", rises=("token", "sequence"), under={**ALONE, "method.cliprange": 0.05}),
+    "surrogate": Effect(loss_by_its_formula, equals={"clip": 1.0, "cispo": 1.0}, under={"method.cliprange": 0.05}),
+    "ratio_level": Effect(
+        loss_by_its_formula, equals={"token": 1.0, "sequence": 1.0}, under={**BY_RESPONSE, "method.cliprange": 0.05}
+    ),
     "cliprange": Effect("unclipped", rises=(0.01, 0.1, 1.0), under=ALONE),
     "cliprange_high": Effect("unclipped", rises=(0.01, 0.1, 1.0), under={**ALONE, "method.cliprange": 0.01}),
-    "dynamic_sampling": Effect("size of advantages", rises=(False, True), under={"rollout.num_rollouts": 64}),
+    "dynamic_sampling": Effect(
+        groups_without_a_difference, equals={False: 1.0, True: 0.0}, under={"rollout.num_rollouts": 64}
+    ),
 }
 
 

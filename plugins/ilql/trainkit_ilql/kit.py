@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from trainkit.testing import Declaration, Effect, Structure, nudged
+from trainkit.testing import Declaration, Effect, Structure, World, nudged
 
 
 def with_values_of(value: float) -> Callable[[Any], tuple[Any, Any]]:
@@ -116,72 +117,11 @@ def updates_of_targets(trainer: Any) -> int:
     return updates
 
 
-TREE = {"ab": 1.0, "ac": -2.0, "bca": 3.0, "bcb": 0.5, "bd": 0.0, "c": 2.5}
-"""Outputs to one prompt, and their rewards: all that the dataset knows."""
-
-
-def expectile(values: Tensor, tau: float) -> Tensor:
-    """Return the τ-expectile of values [N], by iteration: the mean with weights τ above it, and 1 − τ below. -> []."""
-    found = values.mean()
-    for _ in range(200):
-        weights = torch.where(values > found, tau, 1 - tau)
-        found = (weights * values).sum() / weights.sum()
-    return found
-
-
-def solved(responses: list[tuple[int, ...]], rewards: list[float], gamma: float, tau: float) -> dict[Any, float]:
-    """Return Q of every prefix of the responses, and V of every prefix before a token as that of (prefix, None)."""
-    known: dict[Any, float] = {}
-    for length in range(max(map(len, responses)), 0, -1):
-        for ids, reward in zip(responses, rewards, strict=True):
-            if len(ids) >= length:
-                known[ids[:length]] = reward if len(ids) == length else gamma * known[ids[:length], None]
-        for state in {ids[: length - 1] for ids in responses if len(ids) >= length}:
-            passing = [known[ids[:length]] for ids in responses if len(ids) >= length and ids[: length - 1] == state]
-            known[state, None] = float(expectile(torch.tensor(passing, dtype=torch.float64), tau))
-    return known
-
-
-def pull_at_the_fixed_point(trainer: Any) -> float:
-    """Return the largest derivative of the losses of Q and V by Q or V of a state, where both are solutions.
-
-    V is the τ-expectile of Q over the dataset, and Q = r + γ V(s') (Snell et al. 2022, section 4.2), so it is 0.
-    """
-    trainer.add_samples([("a", output) for output in TREE], list(TREE.values()))
-    batch = trainer.make_experience(trainer.pipeline.rows).to(trainer.accelerator.device)
-    sequences, mask = batch.sequences, batch.sequences.response_mask
-    responses = [tuple(response.tolist()) for response in sequences.responses]
-    rewards = batch.rewards.sum(1).tolist()
-    known = solved(responses, rewards, trainer.method.gamma, trainer.method.tau)
-    places = [(ids[: at + 1], (ids[:at], None)) for ids in responses for at in range(len(ids))]
-    q, v = (
-        sequences.place(torch.tensor([known[place[of]] for place in places], dtype=torch.float64)).requires_grad_()
-        for of in (0, 1)
-    )
-
-    def solution(_: Any, __: Any, outputs: Any) -> Any:
-        head = {**outputs.head, "values": v, "target_q": q.detach()}
-        return outputs._replace(head={**head, **{name: q for name in head if name in ("q0", "q1")}})
-
-    trainer.models.build()  # moves the model to the device
-    handle = trainer.policy.register_forward_hook(solution)
-    try:
-        loss, _ = trainer.loss(batch)
-    finally:
-        handle.remove()
-    pulls: dict[Any, float] = {}
-    for of, slopes in enumerate(torch.autograd.grad(loss, (q, v))):
-        for place, slope in zip(places, slopes[mask].tolist(), strict=True):
-            pulls[of, place[of]] = pulls.get((of, place[of]), 0.0) + slope
-    return max(map(abs, pulls.values()))
-
-
 WEIGHTED = {"method.beta_awac": 1.0}
 EFFECTS: dict[str, Effect | list[Effect]] = {
     "tau": [
         Effect(pull_on_values, equals={0.5: 1.0, 0.9: 0.2}),
         Effect(pull_on_low_values, equals={0.5: -1.0, 0.9: -1.8}),
-        Effect(pull_at_the_fixed_point, equals={0.5: 0.0, 0.7: 0.0, 0.9: 0.0}, under={"method.gamma": 0.8}),
     ],
     "gamma": Effect(loss_by_its_formula, equals={0.0: 1.0, 0.5: 1.0, 0.9: 1.0}),
     "cql_scale": [
@@ -206,10 +146,31 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     "alpha": Effect(share_of_the_distance, equals={0.1: 0.9, 0.75: 0.25, 1.0: 0.0}),
     "steps_for_target_q_sync": Effect(updates_of_targets, equals={1: 12, 4: 3, 5: 2}),
 }
+
+
+def ilql_of_the_paper(world: World) -> Tensor:
+    """Return Σ (Q − r − γ V')² + |τ − 1(u < 0)| u² + c CQL − a min(e^βu, w) log π, u = Q̂ − V, a mean over tokens.
+
+    It is 0 in Q and V where V is the τ-expectile of Q, and Q = r + γ V' (Snell et al. 2022, section 4.2). Rewards are
+    normalised over the dataset, and given for the last token.
+    """
+    method, mask, head = world.method, world.mask, world.head
+    last = mask & ~F.pad(mask[:, 1:], (0, 1))
+    rewards = ((world.scores - world.scores.mean()) / world.scores.std()).unsqueeze(1) * last
+    after = F.pad(head["values"][:, 1:], (0, 1)) * ~last
+    goal, u = (rewards + method.gamma * after).detach(), head["target_q"].detach() - head["values"]
+    losses = torch.where(u < 0, 1 - method.tau, method.tau) * u**2 + method.cql_scale * head["cql"]
+    losses = losses + sum((head[name] - goal) ** 2 for name in ("q0", "q1") if name in head)
+    weights = (method.beta_awac * u.detach()).exp().clamp(max=method.awac_weight_max)
+    loss: Tensor = (losses - method.awac_scale * weights * world.logprobs)[mask].mean()
+    return loss
+
+
 STRUCTURE = (
     # rewards are normalised over the dataset; the target of Q and the weights of tokens are detached from V
     Structure(scores="collection", surrogate="none", detached=("values",)),
     Structure(detached=("values",), under=WEIGHTED),
+    Structure(gradient=ilql_of_the_paper, under={**WEIGHTED, "method.gamma": 0.8, "method.tau": 0.9}),
 )
 WEIGHTY = {"method.beta_awac": 100.0, "method.alpha": 1.0, "optimizer.lr": 0.03}
 KIT = Declaration(

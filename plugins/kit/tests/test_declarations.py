@@ -119,6 +119,16 @@ def squared(trainer: Any) -> float:
     return float(trainer.method.cliprange) ** 2
 
 
+def shifted(trainer: Any) -> float:
+    """Return a setting and a hundredth."""
+    return float(trainer.method.cliprange) + 0.01
+
+
+def loss_size(_: Any) -> float:
+    """Return a number that no setting changes."""
+    return 4.0
+
+
 def one(_: Any) -> float:
     """Return one."""
     return 1.0
@@ -144,6 +154,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a proportion": (
         {"cliprange": Effect(squared, proportional=(0.1, 0.3))},
         "declared to be proportional, and at 0.1 it is 0.02 away from that, of 0.03",
+    ),
+    "a line above 0": (
+        {"cliprange": Effect(shifted, proportional=(0.1, 0.3))},
+        "declared to be proportional, and at 0.1 it is 0.006667 away from that",
+    ),
+    "another setting": (
+        {"cliprange": Effect(loss_size, equals={0.1: 5.0, 0.3: 5.0})},
+        r"It is wrong at all values, so the fault may be in a part that method\.cliprange does not change",
     ),
     "a line that is flat": (
         {"cliprange": Effect(one, linear=(0.1, 0.2, 0.3))},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 
 from researchers import dr_grpo, remax
+from sound import vapo
 from trainkit.metrics import Mean
-from trainkit.testing import Declaration
+from trainkit.testing import Declaration, Effect
 from trainkit_kit import ConformanceError, check_trainer
 from trainkit_kit.checks.tools import as_it_was, place_of, require_close
 from trainkit_kit.conformance import all_checks
@@ -85,6 +87,27 @@ def test_the_probe_is_named_for_which_a_loss_is_not_finite(monkeypatch: pytest.M
     assert "; the probe is a trainer with train.microbatch_size = 3, train.max_grad_norm = None" in said
 
 
+def test_the_term_is_named_that_makes_the_effect_of_another_setting_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The formula by which `cliprange` is declared here has no critic."""
+    declared = Declaration(effects={"cliprange": Effect(relative_loss, equals={0.1: 1.0, 0.3: 1.0})})
+    monkeypatch.setattr(vapo, "KIT", declared)
+    said = failure("effects_as_declared", "_sound_vapo")
+    assert (
+        ". With method.vf_coef = 0 it is right: the fault is in the term of method.vf_coef. From 0.1 to 0.3; " in said
+    )
+    assert "; what is learnt from response token " in said
+
+
+def test_the_field_the_row_and_the_token_are_named_in_which_a_setting_changes_something(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vapo, "KIT", Declaration(effects={"alpha": Effect("loss", equals={0.5: 0.0, 2.0: 0.0})}))
+    said = failure("effects_as_declared", "_sound_vapo")
+    assert re.search(
+        r"From 0\.5 to 2\.0, the experience changes most in advantages in row \d+ at response token \d", said
+    )
+
+
 def test_all_faults_of_docstrings_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Grpo.loss, "__doc__", None)
     monkeypatch.setattr(Grpo, "__doc__", None)
@@ -109,6 +132,16 @@ def test_an_algorithm_that_samples_more_than_it_trains_on_is_told_how_to_declare
     assert [(each.outcome, each.seen) for each in report.results] == [("expected", "no greedy response is given")]
     with pytest.raises(ConformanceError, match="learns: it passes now; remove it from expected_failures"):
         check_trainer("_test_remax", only=["learns"])
+
+
+@torch.no_grad()
+def relative_loss(trainer: Any) -> float:
+    """Return 1 + the loss, less the surrogate and what is imitated, which a critic makes larger."""
+    trainer.unwrapped.eval()
+    batch, method = trainer.store.experience.to(trainer.accelerator.device), trainer.method
+    mask, new = batch.sequences.response_mask, trainer.policy(batch.sequences)
+    due = -batch.advantages - method.imitation * new.logprobs * batch.imitated
+    return float(1 + trainer.loss(batch)[0] - due[mask].mean())
 
 
 class Counted:

@@ -11,7 +11,7 @@ import pytest
 
 import common_prompts
 from mutants.bugs import BUGS
-from mutants.planting import Bug, PlantingError, examine, found_by, planted
+from mutants.planting import MISSED, Bug, PlantingError, examine, found_by, planted
 from trainkit.plugins import available_trainers
 
 KNOWN = {
@@ -81,6 +81,10 @@ def test_the_kit_finds_the_bug(bug: Bug, shares: bool, tmp_path: Path, monkeypat
 
 def test_what_is_known_from_the_field_is_planted() -> None:
     assert {*KNOWN.values()} <= {bug.name for bug in BUGS}
+
+
+def test_what_an_earlier_edition_missed_is_planted() -> None:
+    assert {bug.missed for bug in BUGS} == {"", *MISSED}
 
 
 def test_names_of_bugs_differ() -> None:

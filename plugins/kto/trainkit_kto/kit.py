@@ -56,16 +56,23 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
 }
 
 
-def kto_without_a_reference_point(world: World) -> Tensor:
-    """Return λ (1 − σ(±β r)), r = log π − log π_ref (Ethayarajh et al. 2024, equation 7, with z = 0)."""
-    rewards, good = world.method.beta * (world.logprobs - world.ref_logprobs).sum(1), world.scores == 1
-    weights = torch.where(good, world.method.desirable_weight, world.method.undesirable_weight)
-    return (weights * (1 - torch.where(good, rewards, -rewards).sigmoid())).mean()
+def kto_of_the_paper(world: World) -> Tensor:
+    """Return λ (1 − σ(±β (r − z))), r = log π − log π_ref (Ethayarajh et al. 2024, equation 7).
+
+    z is 0, or the mean of r over mismatched outputs, if it is positive, without gradient. Each output is mismatched
+    once, and the policy of the world reads no prompts, so it is the mean over all.
+    """
+    method, rewards, good = world.method, (world.logprobs - world.ref_logprobs).sum(1), world.scores == 1
+    point = rewards.detach().mean().clamp(min=0) * (method.reference_point == "mismatched")
+    weights = torch.where(good, method.desirable_weight, method.undesirable_weight)
+    margins = method.beta * (rewards - point)
+    return (weights * (1 - torch.where(good, margins, -margins).sigmoid())).mean()
 
 
 # no baseline: a label counts in its own sample, and the reference point is a number
 STRUCTURE = (
     Structure(scores="row", surrogate="none", detached=()),
-    Structure(gradient=kto_without_a_reference_point, under={"method.reference_point": "zero", "method.beta": 0.5}),
+    Structure(gradient=kto_of_the_paper, under={"method.reference_point": "zero", "method.beta": 0.5}),
+    Structure(gradient=kto_of_the_paper, under={"method.beta": 0.5, "method.desirable_weight": 1.25}),
 )
 KIT = Declaration(effects=EFFECTS, structure=STRUCTURE)

@@ -12,6 +12,7 @@ from trainkit.functional import masked_mean
 from trainkit.testing import Declaration, Effect, Structure, nudged
 
 MOVED = {"optimizer.lr": 0.03, "method.ratio_threshold": None}
+DISCOUNTED = {"method.gamma": 0.9, "method.lam": 1.0}
 STEERED = {"optimizer.lr": 0.03, "train.total_steps": 10, "method.ppo_epochs": 1}
 
 
@@ -163,8 +164,9 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
         Effect("returns of terminated", same=(None, 2.0)),
     ],
     "bootstrap_truncated": [
-        Effect(returns_of(terminated=False), rises=(False, True)),
-        Effect(returns_of(terminated=True), same=(False, True)),
+        # V = 1 behind the sixth token is worth γ, ..., γ⁶ at the tokens
+        Effect(returns_of(terminated=False), equals={False: 0.0, True: 0.7028385}, under=DISCOUNTED),
+        Effect(returns_of(terminated=True), equals={False: 0.0, True: 0.0}, under=DISCOUNTED),
     ],
     "target_kl": [
         Effect(largest_kl_of_a_step, equals={1.0: 1.5, 2.0: 3.0, None: 9.9}),

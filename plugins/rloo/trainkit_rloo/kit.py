@@ -6,23 +6,41 @@ from typing import Any
 
 import torch
 
-from trainkit.testing import Declaration, Effect, Structure
+from trainkit.testing import Declaration, Effect, Structure, nudged
 
 
 @torch.no_grad()
-def spread_within_responses(trainer: Any) -> float:
-    """Return how far the advantages of a response's tokens are apart, with a policy that has left the reference."""
+def advantages_by_their_formula(trainer: Any) -> float:
+    """Return 1 + the largest error of the advantages, R − the mean R of the others, R = score − β Σ k1.
+
+    With a penalty per token, a token does not pay for those before it.
+    """
     trainer.models.build()  # the reference is made with it
-    draws = torch.Generator().manual_seed(0)
-    for parameter in trainer.unwrapped.parameters():
-        parameter.add_(0.1 * torch.randn(parameter.shape, generator=draws).to(parameter))
-    rollouts = trainer.sample([{"prompt": prompt} for prompt in "abcd" for _ in range(trainer.samples_per_prompt)])
-    scores = torch.zeros(len(rollouts.prompts), device=rollouts.terminated.device)
-    batch = trainer.prepare_experience(trainer.experience(rollouts, scores))
+    nudged(trainer, 0.1)
+    size = trainer.samples_per_prompt
+    rollouts = trainer.sample([{"prompt": prompt} for prompt in "abcd" for _ in range(size)])
+    scores = torch.arange(4.0 * size, device=rollouts.terminated.device) % 5
+    x = trainer.experience(rollouts, scores)
+    mask, found = x.sequences.response_mask, trainer.prepare_experience(x).advantages
+    k1 = ((x.logprobs - x.ref_logprobs) * mask).double() * trainer.method.kl_coef
+    groups = (scores - k1.sum(1)).view(-1, size)
+    due = (groups - (groups.sum(1, keepdim=True) - groups) / (size - 1)).view(-1, 1).expand(mask.shape)
+    if trainer.method.kl_level == "token":
+        due = due + k1.cumsum(1) - k1
+    return float(1 + (found - due)[mask].abs().max() / due[mask].abs().max())
+
+
+@torch.no_grad()
+def loss_by_its_formula(trainer: Any) -> float:
+    """Return 1 + the error of the loss, relative to −min(Aρ, A clip(ρ)), ρ of responses or tokens, after a move."""
+    reach, batch = trainer.method.cliprange, nudged(trainer, 0.05).store.experience.to(trainer.accelerator.device)
     mask = batch.sequences.response_mask
-    highest = batch.advantages.masked_fill(~mask, -torch.inf).amax(1)
-    lowest = batch.advantages.masked_fill(~mask, torch.inf).amin(1)
-    return float((highest - lowest).mean())
+    log_ratio = (trainer.policy(batch.sequences).logprobs - batch.old_logprobs).double().masked_fill(~mask, 0.0)
+    if trainer.method.ratio_level == "sequence":
+        log_ratio, mask = log_ratio.sum(1), mask.any(1)
+    ratio, advantages = log_ratio.exp(), batch.advantages
+    due = -torch.minimum(ratio * advantages, ratio.clamp(1 - reach, 1 + reach) * advantages)[mask]
+    return float(1 + (trainer.loss(batch)[0] - due.mean()) / due.abs().mean())
 
 
 def truncated_score_of_5(trainer: Any) -> float:
@@ -40,9 +58,9 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
         Effect("divergence", falls=(0.01, 0.1, 1.0)),
         Effect("gradient", linear=(0.0, 0.5, 1.0), under={"method.cliprange": 10.0}),
     ],
-    "kl_level": Effect(spread_within_responses, rises=("sequence", "token")),
-    "ratio_level": Effect("weight", rises=("sequence", "token")),
-    "cliprange": Effect("unclipped", rises=(0.01, 0.1, 10.0)),
+    "kl_level": Effect(advantages_by_their_formula, equals={"sequence": 1.0, "token": 1.0}),
+    "ratio_level": Effect(loss_by_its_formula, equals={"sequence": 1.0, "token": 1.0}),
+    "cliprange": Effect(loss_by_its_formula, equals={0.01: 1.0, 0.1: 1.0, 10.0: 1.0}),
     "missing_eos_penalty": [
         Effect(truncated_score_of_5, equals={None: 5.0, 0.5: 4.5, 2.0: 3.0}),
         Effect("credit of truncated", falls=(None, 0.5, 2.0)),

@@ -45,8 +45,10 @@ def largest_noise(trainer: Any) -> float:
 
 
 EFFECTS: dict[str, Effect | list[Effect]] = {
-    "train_on_prompts": Effect("weight", rises=(False, True)),
-    "packing": [Effect("rows", falls=(False, True)), Effect("weight", same=(False, True))],
+    # of 106 tokens, 36 are those of prompts, and the first of each of 16 rows is never trained
+    "train_on_prompts": Effect("weight", equals={False: 70, True: 90}),
+    # rows of 64 tokens
+    "packing": [Effect("rows", equals={False: 16, True: 2}), Effect("weight", same=(False, True))],
     "neftune_alpha": [
         Effect(difference_of_two_losses, rises=(0.0, 0.1, 10.0)),
         Effect(noise_of_the_embeddings, proportional=(0.0, 5.0, 10.0)),

@@ -952,6 +952,7 @@ BUGS = (
 -        past = penalty.cumsum(1) - penalty if self.method.kl_level == "token" else torch.zeros_like(penalty)
 +        past = penalty.cumsum(1) if self.method.kl_level == "token" else torch.zeros_like(penalty)
 """,
+        missed="off by one token",
     ),
     Bug(
         "kl_left_out_of_the_baseline",
@@ -976,6 +977,7 @@ BUGS = (
 +        groups = masked_sum(x.scores + penalty, mask, dim=1).view(-1, self.method.rloo_k)
 +        advantages = (groups - groups.mean(1, keepdim=True)).flatten()
 """,
+        missed="the own score in the baseline",
     ),
     Bug(
         "rows_interleaved",
@@ -1217,6 +1219,7 @@ BUGS = (
 -        measure: Any = (lambda p, q, _: jensen_shannon(p, q, beta=beta)) if name == "jensen_shannon" else name
 +        measure: Any = (lambda p, q, _: jensen_shannon(q, p, beta=beta)) if name == "jensen_shannon" else name
 """,
+        missed="teacher and student exchanged",
     ),
     Bug(
         "mixture_weight_of_the_student",
@@ -1250,6 +1253,7 @@ BUGS = (
 -            "target_q": torch.stack(targets).amin(0),
 +            "target_q": torch.stack(targets).amax(0),
 """,
+        missed="the higher of two targets",
     ),
     Bug(
         "mean_of_two_targets",
@@ -1272,6 +1276,7 @@ BUGS = (
 -            return q.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), -token_logprobs(q, tokens)
 +            return q.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), q.logsumexp(-1)
 """,
+        missed="CQL without its second part",
     ),
     Bug(
         "conservative_loss_of_one_head",
@@ -1295,6 +1300,7 @@ BUGS = (
 +        loss = loss + method.cql_scale**2 * masked_mean(head["cql"], mask)
 +        loss = loss + method.awac_scale * masked_mean(awac, mask)
 """,
+        missed="a weight applied twice",
     ),
     Bug(
         "own_value_as_the_next",
@@ -1367,7 +1373,7 @@ BUGS = (
         "the estimate of the KL is compared with rewards in another unit",
         "of the field",
         "kto",
-        ("effects_as_declared",),
+        ("effects_as_declared", "gradient_in_expectation"),
         patch="""
 -        point = torch.zeros_like(rewards) if batch.kl is None else method.beta * batch.kl.clamp(min=0)
 +        point = torch.zeros_like(rewards) if batch.kl is None else batch.kl.clamp(min=0)
@@ -1484,6 +1490,7 @@ BUGS = (
 -            losses, metrics["policy/kl_per_token"] = losses + method.kl_coef * k3, Mean.of(k3, mask)
 +            losses, metrics["policy/kl_per_token"] = losses + method.kl_coef**2 * k3, Mean.of(k3, mask)
 """,
+        missed="a weight applied twice",
     ),
     Bug(
         "kl_that_is_always_there",
@@ -1518,6 +1525,7 @@ BUGS = (
 -            moments.update(rewards, self.reduce)
 +            moments.update(groups.mean(1), self.reduce)
 """,
+        missed="statistics over group means",
     ),
     Bug(
         "deviation_of_centred_rewards",
@@ -1552,6 +1560,7 @@ BUGS = (
 -        loss = masked_mean(policy, mask) + method.vf_coef * masked_mean(value, mask)
 +        loss = masked_mean(policy, mask) + method.vf_coef**2 * masked_mean(value, mask)
 """,
+        missed="a weight applied twice",
     ),
     Bug(
         "value_loss_doubled",
@@ -1609,6 +1618,7 @@ BUGS = (
 -        advantages, returns = gae(x.values, rewards, mask, gamma=method.gamma, lam=method.lam, bootstrap=x.bootstrap)
 +        advantages, returns = gae(x.values, rewards, mask, gamma=method.lam, lam=method.gamma, bootstrap=x.bootstrap)
 """,
+        missed="γ and λ exchanged",
     ),
     Bug(
         "returns_of_the_sum_of_rewards",

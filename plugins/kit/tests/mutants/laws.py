@@ -15,6 +15,7 @@ OF_CONTEXT = (
 -        logprobs, lengths = self.policy(batch.sequences).logprobs, mask.sum(1).clamp(min=1)
 +        logprobs, lengths = self.policy(batch.sequences).logprobs, batch.sequences.attention_mask.sum(1)
 """,
+        missed="lengths that count prompt tokens",
     ),
     Bug(
         "gae_over_observations",
@@ -30,6 +31,7 @@ OF_CONTEXT = (
 +        )
 +        returns = zero_masked(returns, mask)
 """,
+        missed="GAE over observations",
     ),
     Bug(
         "odds_of_whole_sequences",
@@ -41,6 +43,7 @@ OF_CONTEXT = (
 -        means = sums / both.response_mask.sum(1)
 +        means = sums / both.attention_mask.sum(1)
 """,
+        missed="lengths that count prompt tokens",
     ),
     Bug(
         "observations_are_steps",
@@ -71,6 +74,7 @@ OF_CONTEXT = (
 +        lengths = sequences.lengths if scores.dim() == 1 else sequences.lengths.unsqueeze(1)
 +        rewards = kl_shaped_rewards(scores / lengths, policy.logprobs, reference, mask, self.method.kl_coef)
 """,
+        missed="lengths that count prompt tokens",
     ),
     Bug(
         "weights_by_position",
@@ -108,6 +112,7 @@ OF_TIME = (
 -        returns, _ = gae(torch.zeros_like(rewards), rewards, mask, gamma=1.0, lam=1.0)
 +        returns = zero_masked(zero_masked(rewards, mask).cumsum(1), mask)
 """,
+        missed="sums in the direction of the text",
     ),
     Bug(
         "rewards_at_once",
@@ -132,6 +137,7 @@ OF_TIME = (
 +        early = rewards + method.gamma * (x.values - ahead)
 +        advantages, returns = gae(x.values, early, mask, gamma=method.gamma, lam=method.lam, bootstrap=x.bootstrap)
 """,
+        missed="bootstrap one state early",
     ),
     Bug(
         "bootstrap_of_the_last_token",
@@ -156,6 +162,7 @@ OF_TIME = (
 -        advantages, returns = gae(x.values, rewards, mask, gamma=method.gamma, lam=method.lam, bootstrap=x.bootstrap)
 +        advantages, returns = gae(x.values, rewards, mask, gamma=method.lam, lam=method.gamma, bootstrap=x.bootstrap)
 """,
+        missed="γ and λ exchanged",
     ),
     Bug(
         "discounted_to_the_start",
@@ -218,6 +225,7 @@ OF_EXPECTATION = (
 +        means = (returns.sum(1) / mask.sum(1)).unsqueeze(1)
 +        advantages = whiten(returns - 0.5 * means, mask, reduce=self.reduce)
 """,
+        missed="a wrong baseline",
     ),
     Bug(
         "penalty_without_the_own_token",
@@ -229,6 +237,7 @@ OF_EXPECTATION = (
 -    following = penalty.sum(1, keepdim=True) - penalty.cumsum(1) + penalty
 +    following = penalty.sum(1, keepdim=True) - penalty.cumsum(1)
 """,
+        missed="off by one token",
     ),
     Bug(
         "best_of_the_group_as_baseline",
@@ -240,6 +249,7 @@ OF_EXPECTATION = (
 -        advantages = groups - groups.mean(1, keepdim=True)
 +        advantages = groups - (groups.mean(1, keepdim=True) + groups.amax(1, keepdim=True)) / 2
 """,
+        missed="a wrong baseline",
     ),
     Bug(
         "references_of_pairs_exchanged",
@@ -304,7 +314,7 @@ OF_EXPECTATION = (
         "the target of Q is r + γ Q of the next token in the data, as in SARSA, and not r + γ V",
         "of the field",
         "ilql",
-        ("effects_as_declared",),
+        ("gradient_in_expectation",),
         patch="""
 -    goal = (zero_masked(rewards, mask) + gamma * next_values(values, mask)).detach()
 +    goal = (zero_masked(rewards, mask) + gamma * next_values(target_q, mask)).detach()
@@ -315,7 +325,7 @@ OF_EXPECTATION = (
         "the value of the next state is discounted twice",
         "of the field",
         "ilql",
-        ("effects_as_declared",),
+        ("gradient_in_expectation",),
         patch="""
 -    goal = (zero_masked(rewards, mask) + gamma * next_values(values, mask)).detach()
 +    goal = (zero_masked(rewards, mask) + gamma**2 * next_values(values, mask)).detach()

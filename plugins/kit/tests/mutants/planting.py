@@ -30,6 +30,15 @@ SETTINGS = re.compile(r"^from trainkit_\w+\.config import .*\n", re.MULTILINE)
 FUTURE = "from __future__ import annotations\n"
 
 
+MISSED = (
+    "lengths that count prompt tokens", "GAE over observations", "sums in the direction of the text",
+    "bootstrap one state early", "γ and λ exchanged", "teacher and student exchanged", "the higher of two targets",
+    "CQL without its second part", "a weight applied twice", "statistics over group means", "a wrong baseline",
+    "the own score in the baseline", "off by one token",
+)  # fmt: skip
+"""The kinds of bugs that an earlier edition of the kit did not find when it was tried from outside."""
+
+
 class PlantingError(Exception):
     """A bug does not fit the source that it is planted into, which must have changed since."""
 
@@ -52,6 +61,8 @@ class Bug:
     space. Places are parted by ``@@``; what is looked for stands in the source once."""
     loop: str = ""
     """A class of `loops` between the trainer and the loop."""
+    missed: str = ""
+    """Which of `MISSED` it is: a kind that an earlier edition of the kit did not find."""
 
 
 def planted(bug: Bug) -> str:

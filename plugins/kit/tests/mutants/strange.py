@@ -197,7 +197,7 @@ STRANGE = (
         "greedy_score_added",
         "the score of the greedy response is added instead of subtracted",
         "of the field",
-        "_sound_remax",
+        "remax",
         ("constant_in_scores",),
         patch="""
 -        return self.experience(sampled, scores - baselines)
@@ -208,22 +208,104 @@ STRANGE = (
         "penalty_of_remax_rewarded",
         "the divergence from the reference is rewarded",
         "of the field",
-        "_sound_remax",
+        "remax",
         ("kl_pulls_back",),
         patch="""
--        return ReMaxBatch(sequences, per_response(scores) - self.method.kl_coef * kl)
-+        return ReMaxBatch(sequences, per_response(scores) + self.method.kl_coef * kl)
+-    return zero_masked(gains.unsqueeze(1) - following, mask)
++    return zero_masked(gains.unsqueeze(1) + following, mask)
 """,
     ),
     Bug(
         "penalty_of_remax_squared",
-        "the penalty of a response is its squared log-ratio",
+        "the penalty of a token is its squared log-ratio",
         "of the field",
-        "_sound_remax",
+        "remax",
         ("reported_kl",),
         patch="""
--        kl = zero_masked(k1, sequences.response_mask).sum(1)
-+        kl = zero_masked(k1, sequences.response_mask).sum(1) ** 2
+-        mask, k1 = sequences.response_mask, kl_k1(policy.logprobs, self.reference(sequences).logprobs)
++        mask, k1 = sequences.response_mask, kl_k1(policy.logprobs, self.reference(sequences).logprobs) ** 2
+""",
+    ),
+    Bug(
+        "penalty_left_at_0",
+        "the weight of the penalty has a smallest value, which is left if it is switched off",
+        "of the field",
+        "remax",
+        ("effects_as_declared",),
+        patch="""
+-    penalty = zero_masked(kl_coef * k1, mask)
++    penalty = zero_masked((kl_coef + 0.01) * k1, mask)
+""",
+    ),
+    Bug(
+        "critic_left_at_0",
+        "the critic's loss is there if its weight is 0",
+        "of the field",
+        "_sound_vapo",
+        ("effects_as_declared",),
+        patch="""
+-        losses = policy + method.vf_coef * value - method.imitation * likelihood
++        losses = policy + max(method.vf_coef, 1e-4) * value - method.imitation * likelihood
+""",
+    ),
+    Bug(
+        "value_of_the_same_state_in_vapo",
+        "δ reads V of the state itself instead of the next, so that V is in no advantage",
+        "of the field",
+        "_sound_vapo",
+        ("values_reach_back",),
+        patch="""
+-                follows = v[t + 1] if t + 1 < length else 0.0
++                follows = v[t]
+""",
+        missed="bootstrap one state early",
+    ),
+    Bug(
+        "value_of_the_same_state_in_td_lambda",
+        "the error of a step compares the value of a state with itself, but for the last",
+        "of the field",
+        "_sound_td_lambda",
+        ("values_reach_back",),
+        patch="""
+-            found = rewards[:, t] + value - values[:, t] + trace * advantage
++            found = rewards[:, t] + torch.where(value == 0, value, values[:, t]) - values[:, t] + trace * advantage
+""",
+        missed="bootstrap one state early",
+    ),
+    Bug(
+        "keep_reads_two_of_a_group",
+        "a group is kept if the scores of its first two responses differ, whatever the others have",
+        "of the field",
+        "_sound_dapo",
+        ("keep_chooses",),
+        patch="""
+-        return (groups != groups[:, :1]).any(1).repeat_interleave(self.method.group_size)
++        return (groups[:, 0] != groups[:, 1]).repeat_interleave(self.method.group_size)
+""",
+    ),
+    Bug(
+        "critic_without_the_own_reward",
+        "the critic is fitted to the rewards after a token, without its own",
+        "of the field",
+        "_sound_vapo",
+        ("critic_follows_rewards",),
+        patch="""
+-                total = r[t] + total
+-                own[t, 0], own[t, 1] = gain, total
++                own[t, 0], own[t, 1] = gain, total
++                total = r[t] + total
+""",
+    ),
+    Bug(
+        "value_behind_the_end_in_td_lambda",
+        "responses that have ended are bootstrapped with the value of their last state",
+        "of the field",
+        "_sound_td_lambda",
+        ("values_reach_back",),
+        patch="""
+-            found = rewards[:, t] + value - values[:, t] + trace * advantage
++            value = torch.where(value == 0, values[:, t], value)
++            found = rewards[:, t] + value - values[:, t] + trace * advantage
 """,
     ),
     Bug(

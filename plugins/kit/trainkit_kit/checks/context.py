@@ -161,7 +161,10 @@ def _reordered(trainer: Any, given: Given) -> Given:
 
 def _other_group(trainer: Any, given: Given) -> Given:
     size, token = trainer.samples_per_prompt, letters(trainer, 8)[5]
-    last = [replace(x, ids=(token,) * (2 + at) + x.ids[-1:], score=2.0 * at - 5) for at, x in enumerate(given[-size:])]
+    longer = max(LENGTHS)  # than all others, so that a statistic of lengths is another one
+    last = [
+        replace(x, ids=(token,) * (longer + at) + x.ids[-1:], score=2.0 * at - 5) for at, x in enumerate(given[-size:])
+    ]
     return [*given[:-size], *last]
 
 

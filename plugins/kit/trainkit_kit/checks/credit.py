@@ -77,13 +77,14 @@ def credit_of_scores(bench: Bench) -> None:
     """
     sampled = _sampled(bench)
     texts = _texts(bench, sampled)
-    for index in _chosen(bench, sampled):
-        credits_: list[float] = []
-        for score in (0.05, 0.95):
-            trainer = bench.collected(arguments={"reward_fn": _fractions({texts[index]: score})})
-            found = credits_of(trainer, trainer.store.experience)
-            credits_.append(float(found[sampled[index]][-1]) if sampled[index] in found else 0.0)
-        _require_rise(credits_, "last", index, sampled[index])
+    _require_rises(
+        bench,
+        sampled,
+        _chosen(bench, sampled),
+        "last",
+        (0.05, 0.95),
+        lambda given: _fractions({texts[index]: score for index, score in given.items()}),
+    )
 
 
 @check(where=credited)
@@ -116,87 +117,15 @@ def credit_of_dense_rewards(bench: Bench) -> None:
     require(one.keys() == other.keys(), "scores and rewards per token make experience with other fields")
     for name, tensor in one.items():
         require_close(tensor.float(), other[name].float(), f"{name} of scores and of equal rewards for the last tokens")
-    for index in [index for index in _chosen(bench, sampled) if len(sampled[index][1]) > 1]:
-        credits_: list[float] = []
-        for reward in (-1.0, 1.0):
-            trainer = bench.collected(arguments={"reward_fn": dense({texts[index]: reward})})
-            found = credits_of(trainer, trainer.store.experience)
-            credits_.append(float(found[sampled[index]][0]) if sampled[index] in found else 0.0)
-        _require_rise(credits_, "first", index, sampled[index])
-
-
-STATE = 2
-"""The token of a response in whose state the value is raised: neither the first nor the last."""
-
-
-@check(where=credited)
-def values_reach_back(bench: Bench) -> None:
-    """Check that a critic's value of a state lowers the credit of its own token, and reaches no later token.
-
-    A critic is a baseline in its own state and a forecast for the states before it. One that is read one state early or
-    late is still subtracted once for each token, and a short run learns with it. Algorithms without a critic pass, and
-    so do those whose advantages do not depend on the values of single states.
-
-    Causes: V of the token before instead of the one after in δ; a ``roll`` by one column that is too few or too many;
-    values and rewards that are aligned with different tokens; a sign.
-    """
-    usual, before = _with_a_value(bench, None)
-    rows = [ids for ids in before if len(ids[1]) > STATE + 2]
-    if not usual or not rows:
-        return
-    for ids in rows[:2]:
-        _, after = _with_a_value(bench, ids)
-        change = _own_change(before, after, ids)
-        if change is None or not (change.abs() > 1e-3 * float(before[ids].abs().max())).any():
-            continue
-        told = ", ".join(f"{value:.4g}" for value in change.tolist())
-        seen = (
-            f"if the value of the state of token {STATE} of a response rises by 1, the advantages of its tokens change"
-        )
-        small = 1e-2 * float(change.abs().max())
-        require(bool((change[STATE + 1 :].abs() <= small).all()), f"{seen} by {told}; those of later tokens should not")
-        require(float(change[STATE]) < -small, f"{seen} by {told}; that of token {STATE} should fall")
-        require(bool((change[:STATE] >= -small).all()), f"{seen} by {told}; those of earlier tokens should not fall")
-
-
-def _with_a_value(bench: Bench, wanted: Ids | None) -> tuple[bool, dict[Ids, Tensor]]:
-    """Return whether there are values, and the advantages if that of a state of the response ``wanted`` rises by 1."""
-    trainer = bench.trainer(arguments={"reward_fn": _fractions({})})
-    honest, read = trainer.behaviour, list[bool]()
-
-    def behaviour(rollouts: Rollouts, *args: Any, **kwargs: Any) -> Any:
-        outputs = honest(rollouts, *args, **kwargs)
-        read.append(outputs.values is not None)
-        rows = [row for row, ids in enumerate(ids_of(rollouts.sequences)) if ids == wanted]
-        if outputs.values is None or not rows:
-            return outputs
-        values = outputs.values.clone()
-        for row in rows:
-            values[row, rollouts.sequences.response_mask[row].nonzero()[STATE, 0]] += 1.0
-        return outputs._replace(values=values)
-
-    trainer.behaviour = behaviour
-    trainer.collect()
-    batch = trainer.store.experience
-    found = credits_of(trainer, batch) if any(read) else {}
-    return any(read), {ids: credit * float(batch.weight) for ids, credit in found.items()}
-
-
-def _own_change(before: dict[Ids, Tensor], after: dict[Ids, Tensor], ids: Ids) -> Tensor | None:
-    """Return by how much the advantages of a row change, less what happens to all rows alike, as by whitening.
-
-    None if other rows change in another way, so that there is nothing to compare with.
-    """
-    others = [each for each in before if each != ids and each in after]
-    if not others or ids not in after:
-        return None
-    one, other = (torch.cat([side[each] for each in others]).double() for side in (before, after))
-    design = torch.stack([one, torch.ones_like(one)], dim=1)
-    fit = torch.linalg.lstsq(design, other.unsqueeze(1)).solution[:, 0]
-    if float((design @ fit - other).abs().max()) > 1e-3 * float(one.abs().max()):
-        return None
-    change: Tensor = after[ids].double() - fit[0] * before[ids].double() - fit[1]
-    return change
+    long = [index for index in _chosen(bench, sampled) if len(sampled[index][1]) > 1]
+    _require_rises(
+        bench,
+        sampled,
+        long,
+        "first",
+        (-1.0, 1.0),
+        lambda given: dense({texts[index]: reward for index, reward in given.items()}),
+    )
 
 
 class _Made:
@@ -258,7 +187,7 @@ def _sampled(bench: Bench) -> list[Ids]:
 
 def _texts(bench: Bench, sampled: list[Ids]) -> list[tuple[str, str]]:
     """Return the prompts and responses as the reward function gets them."""
-    tokenizer = bench.trainer().tokenizer
+    tokenizer = bench.subject.tiny.tokenizer
     queries, responses = (decode(tokenizer, [list(ids[part]) for ids in sampled], True) for part in (0, 1))
     return list(zip(queries, responses, strict=True))
 
@@ -277,13 +206,44 @@ def _fractions(others: dict[tuple[str, str], float]) -> Callable[..., list[float
 
 def _chosen(bench: Bench, sampled: list[Ids]) -> list[int]:
     """Return indices of responses with unique ids: one per position in a group, the shortest and the longest."""
-    size = bench.trainer().samples_per_prompt
+    size = bench.subject.tiny.samples_per_prompt
     texts = _texts(bench, sampled)  # responses of other ids may have the same text
     alone = [index for index, text in enumerate(texts) if texts.count(text) == 1]
     by_length = sorted(alone, key=lambda index: len(sampled[index][1]))
     places = [next((index for index in alone if index % size == place), None) for place in range(size)]
     require(None not in places, f"too few of the {len(sampled)} responses to {len(PROMPTS)} prompts differ")
     return sorted({*(index for index in places if index is not None), by_length[0], by_length[-1], alone[-1]})
+
+
+def _require_rises(
+    bench: Bench,
+    sampled: list[Ids],
+    chosen: list[int],
+    which: str,
+    values: tuple[float, float],
+    rewards: Callable[[dict[int, float]], Callable[..., Any]],
+) -> None:
+    """Fail unless the first or last token of each chosen response has more credit for the higher of two values.
+
+    Responses of different groups are changed in one collection, every other one from the higher value to the lower, so
+    that its mean stays.
+    """
+    size, at = bench.subject.tiny.samples_per_prompt, -1 if which == "last" else 0
+    rest = list(chosen)
+    while rest:
+        together = list({index // size: index for index in rest}.values())
+        rest = [index for index in rest if index not in together]
+        found: dict[int, list[float]] = {index: [0.0, 0.0] for index in together}
+        for turn in (0, 1):
+            given = {index: (number + turn) % 2 for number, index in enumerate(together)}
+            reward = rewards({index: values[high] for index, high in given.items()})
+            trainer = bench.collected(arguments={"reward_fn": reward})
+            credits_ = credits_of(trainer, trainer.store.experience)
+            for index, high in given.items():
+                if sampled[index] in credits_:
+                    found[index][high] = float(credits_[sampled[index]][at])
+        for index, pair in found.items():
+            _require_rise(pair, which, index, sampled[index])
 
 
 def _require_rise(found: list[float], which: str, index: int, ids: Ids) -> None:
@@ -384,7 +344,7 @@ def reported_kl(bench: Bench) -> None:
 
 def _moved(bench: Bench, by: float, **changes: Any) -> tuple[Any, Sequences]:
     """Return a trainer whose policy has moved, with a large collection of equal scores, and its responses."""
-    size = bench.trainer().samples_per_prompt
+    size = bench.subject.tiny.samples_per_prompt
     count = 1024 // size * size
     trainer = bench.trainer(
         arguments={"reward_fn": rewarding([0.0])}, rollout__num_rollouts=count, rollout__batch_size=count, **changes
@@ -549,7 +509,7 @@ def _extremes(bench: Bench) -> Iterator[tuple[str, Any]]:
     if rated(subject):
         yield "scores of ±1e6", scored(bench, [1e6, -1e6, -1e6])
     if subject.online:
-        few = {"rollout__num_rollouts": bench.trainer().samples_per_prompt}
+        few = {"rollout__num_rollouts": bench.subject.tiny.samples_per_prompt}
         yield "the smallest collection", bench.collected(**few)
         if subject.language:
             yield "responses of one token", bench.collected(rollout__max_new_tokens=1)

@@ -95,6 +95,80 @@ def _same_for_all(found: Tensor, largest: float) -> bool:
     return bool(((found - found[-1]).abs() <= CLOSE * largest).all())
 
 
+@check(where=rewarded_text)
+def values_reach_back(bench: Bench) -> None:
+    """Check that a critic's value of a state lowers the credit of its own token, and reaches no later token.
+
+    A critic is a baseline in its own state and a forecast for the states before it. One that is read one state early or
+    late, or is added where it was subtracted, still trains, and a short run learns with it. The value of the state
+    after a response that has ended counts nowhere. Algorithms without a critic pass, and so do those where a value
+    changes the credit of other responses in another way.
+
+    Causes: V of the same state, or of the one before, instead of the next in δ; a ``roll`` by one column that is too
+    few or too many; the state before the last token as the one after it; a sign.
+    """
+    if not can_stand_in(bench):
+        return
+    for row in (AT, CUT):
+        effects = _Effects(bench, row=row)
+        if not effects.has_values:
+            return
+        unit = float(effects.of_reward(effects.length - 1).abs().max())
+        for token in (FIRST, effects.length - 1, effects.length):
+            found = effects.of_value(token)
+            if not effects.comparable or unit == 0:
+                return
+            _require_critic(effects, token, found, unit)
+
+
+def _require_critic(effects: _Effects, token: int, found: Tensor, unit: float) -> None:
+    """Fail unless the value of the state before a token, or after the last, changes credits as a critic's does."""
+    small, own = CLOSE * unit, found[token : token + 1]
+    at = f"in which token {token} is chosen" if len(own) else "after the last token"
+    seen = (
+        f"if the value of the state {at} of a response rises by {RAISE:g}, the credits of its tokens change by "
+        f"{_told(found)}; "
+    )
+    require(
+        bool((own < -small).all()),
+        f"{seen}that of token {token} should fall: V is not subtracted there, or is added again as that of the next "
+        "state",
+    )
+    require(bool((found[token + 1 :].abs() <= small).all()), f"{seen}those of later tokens should not change")
+    require(bool((found[:token] >= -small).all()), f"{seen}those of earlier tokens should not fall")
+    counts = bool(len(own)) or not effects.ended
+    require(counts or bool((found.abs() <= small).all()), f"{seen}the response has ended, so none should change")
+
+
+@check(where=rewarded_text)
+def critic_follows_rewards(bench: Bench) -> None:
+    """Check that a reward raises the target of a critic in the states up to its token, and in none after it.
+
+    A critic with a wrong target is a baseline still, so that a run learns, with more noise than without it. One that
+    is fitted to the sum of a response's rewards in all states passes.
+
+    Causes: returns that leave out the own reward, or are summed in the direction of the text; a reward at another
+    token; a sign.
+    """
+    if not can_stand_in(bench):
+        return
+    effects = _Effects(bench, of="values")
+    if not effects.has_values:
+        return
+    found = torch.stack([effects.of_reward(token) for token in range(effects.length)])  # [reward, state]
+    largest = float(found.abs().max())
+    if not effects.comparable or largest == 0:
+        return
+    for token, row in enumerate([] if _same_for_all(found, largest) and bool((found > 0).all()) else found):
+        seen = f"if the reward of token {token} of a response rises by {RAISE:g}, the loss pulls up the values by"
+        require(
+            float(row[token]) > CLOSE * largest, f"{seen} {_told(row)}; that of the state of token {token} should rise"
+        )
+        require(bool((row >= -CLOSE * largest).all()), f"{seen} {_told(row)}; none of them should fall")
+        later = row[token + 1 :].abs() <= CLOSE * largest
+        require(bool(later.all()), f"{seen} {_told(row)}; those of later states should not change")
+
+
 def declares_discount(subject: Subject) -> bool:
     """Return whether the subject declares a discount of rewards of tokens."""
     return rewarded_text(subject) and bool(structures(subject, "discount"))
@@ -176,12 +250,16 @@ def _told(values: Tensor) -> str:
 class _Effects:
     """By how much the credits of a response's tokens change with a reward or a value, without what changes in all rows.
 
+    ``of`` names the output whose derivative is credit: log-probabilities, or values, which a loss pulls up.
+
     Whitening and the scale of a collection change the credits of all responses by one factor and one summand. Both are
     found from the responses to other prompts, and undone.
     """
 
-    def __init__(self, bench: Bench, settings: dict[str, Any] | None = None, row: int = AT) -> None:
-        self.bench, self.settings, self.row, self.asked = bench, settings or {}, row, set[str]()
+    def __init__(
+        self, bench: Bench, settings: dict[str, Any] | None = None, row: int = AT, *, of: str = "logprobs"
+    ) -> None:
+        self.bench, self.settings, self.row, self.of, self.asked = bench, settings or {}, row, of, set[str]()
         trainer = self._trainer()
         size = trainer.samples_per_prompt
         self.group = range(row // size * size, row // size * size + size)
@@ -233,9 +311,8 @@ class _Effects:
             found = evaluated(trainer, for_loss(trainer, batch))
             credits_: Credits = {}
             for (sequences, _), slopes in zip(found.calls, found.slopes(), strict=True):
-                for ids, slope, mask in zip(
-                    sequences.responses, slopes["logprobs"], sequences.response_mask, strict=True
-                ):
+                whole = slopes.get(self.of, torch.zeros(sequences.response_mask.shape))
+                for ids, slope, mask in zip(sequences.responses, whole, sequences.response_mask, strict=True):
                     own = -slope[mask] * float(batch.weight)
                     key = tuple(ids.tolist())
                     credits_[key] = credits_[key] + own if key in credits_ else own

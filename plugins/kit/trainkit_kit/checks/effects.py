@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -24,17 +26,23 @@ from trainkit_kit.checks.tools import (
     flat_gradient,
     for_loss,
     ids_of,
+    most_changed,
     nudged,
+    place_of,
     push_away,
     readings,
+    rewarding,
     sequences_in,
+    under_masks,
 )
 from trainkit_kit.checks.traces import metric_lines
-from trainkit_kit.failures import require
+from trainkit_kit.failures import CheckError, require
 from trainkit_kit.subjects import Bench, Subject
 
 CLOSE = 1e-4
 """Largest relative difference of numbers that are equal up to rounding."""
+PARALLEL = 8
+"""The least numbers of a gradient that are not a multiple of another by chance."""
 
 
 def declares_effects(subject: Subject) -> bool:
@@ -54,7 +62,7 @@ DIRECTIONS, NUMBERS = {"rises", "falls"}, {"equals", "linear", "proportional"}
 
 
 def unproven(subject: Subject) -> dict[str, str]:
-    """Return the settings of a trainer whose effect is not declared, or not by a number where one exists.
+    """Return the settings of a trainer whose effect is not declared, or only as a direction.
 
     The clip ranges that a `Structure` names are proven by `surrogate_is_pessimistic`.
 
@@ -67,11 +75,11 @@ def unproven(subject: Subject) -> dict[str, str]:
     for name, effect in effects_of(subject):
         ways.setdefault(name, set()).add(effect.way)
     found: dict[str, str] = {}
-    for name, field in method_fields(subject).items():
+    for name in method_fields(subject):
         declared = ways.get(name, set())
         if not declared and name not in measured:
             found[name] = "nothing is declared"
-        elif is_number(field) and DIRECTIONS & declared and not NUMBERS & declared and name not in measured:
+        elif DIRECTIONS & declared and not NUMBERS & declared and name not in measured:
             found[name] = "only a direction is declared"
     return found
 
@@ -127,10 +135,10 @@ def weights_count_once(bench: Bench) -> None:
         if not is_number(field) or float not in kinds_of(field):
             continue
         settings = contexts(bench.subject).get(name, {})
-        values = _weights(field, getattr(bench.trainer().method, name))
+        values = _weights(field, getattr(bench.subject.tiny.method, name))
         if any(trainer_with(bench, {**settings, f"method.{name}": value}) is None for value in values):
             continue  # a rule of the settings forbids some of the values
-        low, middle, high = (_gradient(bench, {**settings, f"method.{name}": value}).double() for value in values)
+        low, middle, high = (_gradient(bench, {**settings, f"method.{name}": value}) for value in values)
         squared, slack = (high - middle) - (middle - low), 1e-3 * float((high - low).norm())
         require(
             float(squared.norm()) > slack or slack <= 1e-7 * float(low.norm()),
@@ -145,7 +153,8 @@ def effects_as_declared(bench: Bench) -> None:
 
     That a setting changes something, which `fields_have_effects` checks, is also true of a wrong sign: of an entropy
     bonus that lowers the entropy, or of a penalty that is added. That a term grows with its weight is also true of a
-    weight that is applied twice: twice the weight should be twice the term.
+    weight that is applied twice: twice the weight should be twice the term, and at 0, if the setting may be 0, nothing
+    of the term should be left.
 
     Causes: a sign; a factor that is missing or applied twice; another setting in its place; a term that is detached, or
     that reads one tensor for another, such as a target for its network. Or the declaration is of another algorithm.
@@ -155,16 +164,110 @@ def effects_as_declared(bench: Bench) -> None:
         require(
             setting in known, f"the declared effects name {setting!r}, which is no setting{suggest(setting, known)}"
         )
-        found = [_measured(bench, made, setting, value, effect) for value in effect.values]
-        _require_effect(setting, effect, found)
+        values = _with_zero(bench, setting, effect)
+        found = [_measured(bench, made, setting, value, effect) for value in values]
+        try:
+            _require_effect(setting, effect, values, found)
+        except CheckError as error:
+            told = _other_term(bench, made, setting, effect, found) + _place(bench, setting, effect, values)
+            raise CheckError(f"{error}{told}") from None
+        if effect.way == "linear" and str(effect.quantity).startswith("gradient"):
+            _require_absent(bench, setting, effect, values)
 
 
-def _require_effect(setting: str, effect: Effect, found: list[Tensor]) -> None:
+def _settings(bench: Bench, setting: str, value: Any, effect: Effect) -> dict[str, Any]:
+    """Return the settings under which an effect is measured."""
+    return {**contexts(bench.subject).get(setting, {}), **effect.under, f"method.{setting}": value}
+
+
+def _with_zero(bench: Bench, setting: str, effect: Effect) -> tuple[Any, ...]:
+    """Return the values of an effect; of a weight with 0, if it may be 0."""
+    values = effect.values
+    if effect.way not in ("linear", "proportional") or 0 in values:
+        return values
+    allowed = trainer_with(bench, _settings(bench, setting, 0.0, effect)) is not None
+    return (0.0, *values) if allowed else values
+
+
+def _require_absent(bench: Bench, setting: str, effect: Effect, values: tuple[Any, ...]) -> None:
+    """Fail if the gradient at 0 has a part of the setting's term: (w + ε) B is a line, too.
+
+    A term has parameters, or with scores of 0 a gradient, to itself. There the rest of the gradient would be a multiple
+    of it.
+    """
+    subject = bench.subject
+    scored = "reward_fn" in subject.inputs and not subject.keeps
+    probes = [bench, bench.under(arguments={"reward_fn": rewarding([0.0])})] if scored else [bench]
+    for probe in probes if 0 in values else ():
+        rest, full = (
+            _gradients(_moved(probe, _settings(bench, setting, value, effect))) for value in (0.0, max(values))
+        )
+        for name, left in rest.items():
+            term = full[name] - left
+            size, own = float(left.norm()), float(term.norm())
+            if left.numel() < PARALLEL or size <= 1e-5 * own or own <= 1e-2 * float(full[name].norm()):
+                continue
+            require(
+                abs(float(torch.dot(left, term))) < (1 - 1e-6) * size * own,
+                f"with method.{setting} = 0 its term is still there: the gradient of {name} is {size / own:.4g} times "
+                f"that which method.{setting} = {max(values):g} adds{_with_scores(probe is not bench)}",
+            )
+
+
+def _with_scores(equal: bool) -> str:
+    return ", if all scores are 0" if equal else ""
+
+
+def _other_term(bench: Bench, made: _Collected, setting: str, effect: Effect, found: list[Tensor]) -> str:
+    """Return which other setting's term is to blame if a value is wrong whatever ``setting`` is, in words."""
+    if effect.way != "equals":
+        return ""
+    due = [float(each) for each in effect.equals.values()]
+    if not all(_off(number, wanted) for number, wanted in zip(map(float, found), due, strict=True)):
+        return ""
+    for name, field in method_fields(bench.subject).items():
+        without = replace(effect, under={**effect.under, f"method.{name}": 0.0})
+        value = effect.values[0]
+        if name == setting or not is_number(field):
+            continue
+        if trainer_with(bench, _settings(bench, setting, value, without)) is None:
+            continue
+        if not _off(float(_measured(bench, made, setting, value, without)), due[0]):
+            return f". With method.{name} = 0 it is right: the fault is in the term of method.{name}"
+    return f". It is wrong at all values, so the fault may be in a part that method.{setting} does not change"
+
+
+def _off(number: float, due: float) -> bool:
+    return abs(number - due) > CLOSE * abs(due) + 1e-6
+
+
+def _place(bench: Bench, setting: str, effect: Effect, values: tuple[Any, ...]) -> str:
+    """Return in which field, row and token a setting changes most, and from which token something else is learnt."""
+    usual = getattr(bench.subject.tiny.method, setting)
+    pair = [usual, *values][-2:] if len(values) < 2 else [values[0], values[-1]]
+    trainers = [_moved(bench, _settings(bench, setting, value, effect)) for value in pair]
+    one, other = (trainer.store.experience for trainer in trainers)
+    told, worst = "", 1e-6
+    if type(one) is type(other) and len(one) == len(other):
+        fields = under_masks(other).flatten()
+        tokens = under_masks(one).sequences.response_mask if isinstance(one, TokenBatch) else None
+        for name, value in under_masks(one).flatten().items():
+            if not value.is_floating_point() or name not in fields or value.shape != fields[name].shape:
+                continue
+            off = (value - fields[name]).abs() / value.abs().max().clamp(min=1e-6)
+            if off.numel() and float(off.max()) > worst:
+                worst, told = float(off.max()), f", the experience changes most in {name}{place_of(off, tokens)}"
+    with suppress(Exception):  # a model without log-probabilities
+        told += most_changed(*(credits_of(trainer, trainer.store.experience) for trainer in trainers))
+    return f". From {pair[0]!r} to {pair[1]!r}{told}" if told else ""
+
+
+def _require_effect(setting: str, effect: Effect, values: tuple[Any, ...], found: list[Tensor]) -> None:
     """Fail unless the quantity at the values of a setting does what is declared."""
     vectors = effect.way in ("same", "linear", "proportional")
-    due = _due(effect, found)
+    due = _due(effect, values, found)
     numbers = [float(each.norm() if each.dim() else each) for each in found]
-    told = ", ".join(f"{value!r}: {number:.6g}" for value, number in zip(effect.values, numbers, strict=True))
+    told = ", ".join(f"{value!r}: {number:.6g}" for value, number in zip(values, numbers, strict=True))
     size = "the norm of " if found[0].dim() else ""
     seen = f"method.{setting} gives {size}{effect.name} the values {told}{_means(effect)}; "
     slack = CLOSE * max(map(abs, numbers)) + 1e-9
@@ -174,9 +277,9 @@ def _require_effect(setting: str, effect: Effect, found: list[Tensor]) -> None:
     elif effect.way == "falls":
         require(all(step < -slack for step in steps), f"{seen}it is declared to fall")
     elif effect.way == "equals":
-        off = [abs(number - float(wanted)) for number, wanted in zip(numbers, due, strict=True)]
         told = ", ".join(f"{float(x):.6g}" for x in due)
-        require(max(off) <= CLOSE * max(abs(float(x)) for x in due) + 1e-6, f"{seen}the declared ones are {told}")
+        wrong = [_off(number, float(wanted)) for number, wanted in zip(numbers, due, strict=True)]
+        require(not any(wrong), f"{seen}the declared ones are {told}")
     elif vectors:
         off = [float((one - other).abs().max()) for one, other in zip(found, due, strict=True)]
         largest = max(float(each.abs().max()) for each in found)
@@ -185,7 +288,9 @@ def _require_effect(setting: str, effect: Effect, found: list[Tensor]) -> None:
         still = effect.way != "same" and moved <= CLOSE * largest
         require(not still, f"{seen}it is declared to be {effect.way}, and does not change")
         allowed = CLOSE * largest + 1e-9 if effect.way == "same" else 1e-3 * moved + 1e-5 * largest
-        require(off[at] <= allowed, f"{seen}{_told_off(effect, at, off[at], float(due[at].abs().max()))}")
+        require(off[at] <= allowed, f"{seen}{_told_off(effect, values[at], off[at], float(due[at].abs().max()))}")
+        left = found[values.index(0)] if effect.way == "proportional" and 0 in values else torch.zeros(())
+        require(float(left.abs().max()) <= 1e-6 * largest, f"{seen}at 0 nothing of it should be left")
 
 
 def _means(effect: Effect) -> str:
@@ -194,19 +299,18 @@ def _means(effect: Effect) -> str:
     return f" ({text.partition(chr(10))[0]})" if text else ""
 
 
-def _told_off(effect: Effect, at: int, off: float, size: float) -> str:
+def _told_off(effect: Effect, value: Any, off: float, size: float) -> str:
     """Return what is wrong about the quantity at one of the values of a setting."""
     if effect.way == "same":
         return "it is declared not to change"
     return (
-        f"it is declared to be {effect.way}, and at {effect.values[at]!r} it is {off:.4g} away from that, of "
+        f"it is declared to be {effect.way}, and at {value!r} it is {off:.4g} away from that, of "
         f"{size:.4g}; a weight that is applied twice, or not to the whole term, looks like this"
     )
 
 
-def _due(effect: Effect, found: list[Tensor]) -> list[Any]:
+def _due(effect: Effect, values: tuple[Any, ...], found: list[Tensor]) -> list[Any]:
     """Return the quantity at each value, as declared; for rises and falls what was found."""
-    values = effect.values
     if effect.way == "equals":
         return list(effect.equals.values())
     if effect.way == "same":
@@ -215,7 +319,8 @@ def _due(effect: Effect, found: list[Tensor]) -> list[Any]:
         top = max(range(len(found)), key=lambda index: abs(values[index]))
         return [found[top] * (value / values[top]) for value in values]
     if effect.way == "linear":
-        low, high = (pick(range(len(found)), key=lambda index: values[index]) for pick in (min, max))
+        of = [index for index, value in enumerate(values) if value in effect.linear]
+        low, high = (pick(of, key=lambda index: values[index]) for pick in (min, max))
         term = (found[high] - found[low]) / (values[high] - values[low])
         return [found[low] + term * (value - values[low]) for value in values]
     return list(found)
@@ -236,8 +341,7 @@ class _Collected:
 
 def _measured(bench: Bench, made: _Collected, setting: str, value: Any, effect: Effect) -> Tensor:
     """Return the quantity of an effect with the setting at ``value``, in float64. -> [] or [N]."""
-    settings = {**contexts(bench.subject).get(setting, {}), **effect.under, f"method.{setting}": value}
-    measure = effect.quantity
+    settings, measure = _settings(bench, setting, value, effect), effect.quantity
     found = measure(bench.collected(**settings)) if callable(measure) else _measure_of(measure, made)(bench, settings)
     return torch.as_tensor(found).detach().to("cpu", torch.float64)
 
@@ -359,11 +463,16 @@ def _moved(bench: Bench, settings: dict[str, Any]) -> Any:
 
 
 def _gradient(bench: Bench, settings: dict[str, Any], part: str = "") -> Tensor:
-    trainer = _moved(bench, settings)
-    chosen = [p for name, p in trainer.unwrapped.named_parameters() if part in name and p.requires_grad]
+    chosen = [grad for name, grad in _gradients(_moved(bench, settings)).items() if part in name]
     require(chosen, f"no trained parameter has {part!r} in its name")
+    return torch.cat(chosen)
+
+
+def _gradients(trainer: Any) -> dict[str, Tensor]:
+    """Return the gradient of the loss on the collection by the names of trained parameters, flat, in float64."""
     trainer.loss(for_loss(trainer, trainer.store.experience))[0].backward()
-    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten().cpu() for p in chosen])
+    trained = [(name, p) for name, p in trainer.unwrapped.named_parameters() if p.requires_grad]
+    return {name: (torch.zeros_like(p) if p.grad is None else p.grad).flatten().cpu().double() for name, p in trained}
 
 
 def _slope(bench: Bench, settings: dict[str, Any], output: str) -> Tensor:

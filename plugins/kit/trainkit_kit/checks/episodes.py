@@ -145,9 +145,10 @@ def episodes_resume(bench: Bench) -> None:
 
 @check(where=keeps)
 def keep_chooses(bench: Bench) -> None:
-    """Check that `keep` decides by its arguments alone, runs no model, and that only what it keeps is trained on.
+    """Check that `keep` decides by its arguments alone, in any order, and that only what it keeps is trained on.
 
-    It is called on parts of a collection, whose size is chosen by memory, and on every process on its own rows.
+    It is called on parts of a collection, whose size is chosen by memory, and on every process on its own rows. It runs
+    no model. Whether a group is kept does not depend on which of its responses comes first.
 
     Causes: a `keep` that reads an attribute, draws random numbers, or calls a model; rows that are kept and not
     trained.
@@ -160,6 +161,9 @@ def keep_chooses(bench: Bench) -> None:
         found: torch.Tensor = honest(rollouts, scores)
         require(len(calls) == before, "keep runs the model")
         require(torch.equal(found, honest(rollouts, scores)), "keep returns something else for the same arguments")
+        order = torch.arange(len(scores)).view(-1, trainer.samples_per_prompt).roll(1, 1).flatten().to(scores.device)
+        turned = honest(rollouts.select(order.tolist()), scores[order])
+        require(torch.equal(found[order], turned), "keep returns something else if a prompt's responses change places")
         kept.update(ids for ids, good in zip(ids_of(rollouts.sequences), found.tolist(), strict=True) if good)
         return found
 

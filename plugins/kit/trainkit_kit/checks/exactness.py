@@ -52,10 +52,14 @@ def micro_batches(bench: Bench) -> None:
     and [B, 1] that broadcast to [B, B].
     """
     whole = nudged(bench.collected())
-    exact = gradient(whole, whole.store.experience)
+    batch = whole.store.experience
+    exact = gradient(whole, batch)
     for size in SIZES:
-        trainer = nudged(bench.collected(train__microbatch_size=size, train__max_grad_norm=None))
-        found, _ = stepped(trainer, trainer.store.experience)
+        trainer = bench.trainer(train__microbatch_size=size, train__max_grad_norm=None)
+        if size == SIZES[-1]:  # of experience that is made in micro-batches, too
+            trainer.collect()
+            batch = trainer.store.experience
+        found, _ = stepped(nudged(trainer), batch)
         what = f"gradients of a step as a whole and in micro-batches of {size}"
         require_same_gradient(exact, found, what, model=trainer.unwrapped)
 

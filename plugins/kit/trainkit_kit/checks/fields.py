@@ -102,7 +102,7 @@ def variants(bench: Bench) -> Iterator[Settings]:
     """
     yield {}
     yield from contexts(bench.subject).values()
-    method = bench.trainer().method
+    method = bench.subject.tiny.method
     for name, field in method_fields(bench.subject).items():
         kinds = kinds_of(field)
         if not kinds & {Literal, bool, NoneType}:

@@ -62,7 +62,7 @@ def sized(bench: Bench, size: int) -> dict[str, Any]:
     cls = bench.subject.trainer_class
     require(cls.group, "the structure declares a baseline of a group, and the class has no `group`")
     if trainer_with(bench, {f"method.{cls.group}": size, "rollout.num_rollouts": 8 * size}) is None:
-        size = bench.trainer().samples_per_prompt
+        size = bench.subject.tiny.samples_per_prompt
     return {f"method.{cls.group}": size, "rollout.num_rollouts": 8 * size, "rollout.batch_size": 5}
 
 

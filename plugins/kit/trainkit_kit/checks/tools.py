@@ -124,9 +124,13 @@ def require_same_learning(trainer: Any, one: Batch, other: Batch, what: str, *, 
 def _in_rows(trainer: Any, one: Batch, other: Batch) -> str:
     """Return the row and the token whose credit differs most between two batches, in words."""
     try:
-        before, after = (credits_of(trainer, batch) for batch in (one, other))
+        return most_changed(*(credits_of(trainer, batch) for batch in (one, other)))
     except Exception:  # the garbage of a probe, or a model without log-probabilities: the gradients are told already
         return ""
+
+
+def most_changed(before: dict[Ids, Tensor], after: dict[Ids, Tensor]) -> str:
+    """Return the row and the token whose credit differs most, in words; empty if none does."""
     worst, told = 0.0, ""
     for index, (ids, credit) in enumerate(before.items()):
         if ids not in after or after[ids].shape != credit.shape or not credit.numel():

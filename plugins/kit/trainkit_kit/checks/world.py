@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -10,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from trainkit.data import Batch, Preferences
+from trainkit.data import Batch, Preferences, Sequences
 from trainkit.errors import suggest
 from trainkit.models import Policy
 from trainkit.testing.declarations import Structure, World
 from trainkit_kit.checking import check
 from trainkit_kit.checks.fields import Settings
 from trainkit_kit.checks.structure import sized, structures
-from trainkit_kit.checks.tools import for_loss, hashed
+from trainkit_kit.checks.tools import for_loss, hashed, nudged, require_close
 from trainkit_kit.failures import require
 from trainkit_kit.stand_in import Response, collect_given, learns_from_given, letters
 from trainkit_kit.subjects import Bench, Subject
@@ -210,32 +211,55 @@ def world_of(trainer: Any, table: Table, reference: Table, responses: Sequence[S
 
 
 def _require_closed_form(bench: Bench, structure: Structure) -> None:
+    outputs: dict[str, Tensor] = {}
     if bench.subject.online:
         size = 2 if bench.subject.trainer_class.group else 1
         collection = Enumerated(bench, settings_of(bench.subject, structure), size, 2)
         found, world, table = _gradient(collection), collection.world(), collection.table
     else:
-        found, world, table = _of_dataset(bench, structure)
+        found, outputs, world, table = _of_dataset(bench, structure)
     assert callable(structure.gradient), "a name is another case"
     loss = structure.gradient(world)
-    (due,) = torch.autograd.grad(loss, table.logits)
+    due, *of_head = torch.autograd.grad(loss, [table.logits, *world.head.values()], materialize_grads=True)
+    for name, wanted in zip(world.head, of_head, strict=True):
+        what = f"the derivatives of the loss and of {_name(structure)} by the output {name!r} of the head"
+        require_close(outputs[name], wanted, what, rtol=1e-3, atol=1e-6, tokens=world.mask)
     at = divmod(int((found - due).abs().argmax()), due.size(1))
     state = next((state for state, place in table.places.items() if place == at[0]), ())
     require(
         bool(due.any()) and float((found - due).abs().max()) <= CLOSE * float(due.abs().max()),
-        f"the gradient differs from that of {getattr(structure.gradient, '__name__', 'the declared loss')}: after the "
+        f"the gradient differs from that of {_name(structure)}: after the "
         f"tokens {list(state)}, the logit of token {at[1]} has {float(found[at]):.6g} instead of {float(due[at]):.6g}. "
         "A coefficient, a sign, a length, a side of a pair or a reference is another one",
     )
 
 
-def _of_dataset(bench: Bench, structure: Structure) -> tuple[Tensor, World, Table]:
-    """Return the gradient on the dataset of the tiny run, what a closed form is computed from, and the table."""
+def _name(structure: Structure) -> str:
+    return getattr(structure.gradient, "__name__", "the declared loss")
+
+
+def _of_dataset(bench: Bench, structure: Structure) -> tuple[Tensor, dict[str, Tensor], World, Table]:
+    """Return the gradient on the dataset of the tiny run, what a closed form is computed from, and the table.
+
+    The second are the derivatives by the outputs of the policy's head, for the tokens of the outputs. [B, T] each.
+    """
     trainer = bench.trainer(**settings_of(bench.subject, structure))
-    table, reference, rows = table_of(trainer, 1), table_of(trainer, 2), trainer.pipeline.rows
+    # so that the mean log-ratio is positive, which the reference point of KTO is then, too
+    table, reference, rows = table_of(trainer, 2), table_of(trainer, 1), trainer.pipeline.rows
+    read: list[tuple[Sequences, dict[str, Tensor]]] = []
+
+    def note(_: Any, given: Any, outputs: Any) -> Any:
+        leaves = {name: x.detach().requires_grad_() for name, x in outputs.head.items()}
+        read.append((given[0], leaves))
+        return outputs._replace(head=leaves)
+
     with tabular(trainer, table, reference):
-        trainer.collect()
-        found = gradient_by(trainer, table, trainer.store.experience)
+        with torch.no_grad():  # in the order of the dataset, which a collection shuffles
+            batch = trainer.prepare_experience(trainer.make_experience(rows))
+        nudged(trainer, 0.3)  # heads whose outputs are 0 at first
+        handle = trainer.policy.register_forward_hook(note)
+        found = gradient_by(trainer, table, batch)
+        handle.remove()
     if "pairs" in bench.subject.inputs:
         pairs: Preferences = trainer.encode_preferences(rows)
         sequences, key = pairs.both, "margin"
@@ -243,4 +267,11 @@ def _of_dataset(bench: Bench, structure: Structure) -> tuple[Tensor, World, Tabl
         sequences, key = trainer.encode_samples(rows), "label" if "labels" in bench.subject.inputs else "reward"
     scores = torch.tensor([float(row.get(key) or 0) for row in rows], dtype=torch.float64)
     world = world_of(trainer, table, reference, [response.tolist() for response in sequences.responses], scores)
-    return found, world, table
+    own, leaves = read[-1]
+
+    def in_world(x: Tensor) -> Tensor:
+        return torch.zeros_like(world.logprobs).detach().masked_scatter(world.mask, x[own.response_mask].cpu().double())
+
+    head = {name: in_world(x.detach()).requires_grad_() for name, x in leaves.items()}
+    slopes = {name: in_world(torch.zeros_like(x) if x.grad is None else x.grad) for name, x in leaves.items()}
+    return found, slopes, replace(world, head=head), table
