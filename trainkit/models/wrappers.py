@@ -154,10 +154,10 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         reward_adapter_name = kwargs.pop("reward_adapter_name", "reward_adapter")
         is_trainable = kwargs.pop("is_trainable", False)
         wrapper_arguments, base, preparation = cls._split_kwargs(kwargs)
-        base = arguments_of_today(base)
         if not isinstance(reward_adapter, str | Path | None):
             raise ConfigError(f"reward_adapter should be a hub id or a directory; given {describe(reward_adapter)}")
         if isinstance(path, str | Path):
+            base = arguments_of_today(base)
             model = cls._load(str(path), model_args, base, is_trainable, merge=peft_config is not None)
         else:
             model = _live(path, [*map(repr, model_args), *base])

@@ -683,7 +683,7 @@ class Computed(AccelerateRLTrainer):
         """
         refuse_arguments("load", kwargs)
         trainer = self.trainer
-        trainer.run_state.allow_drift |= allow_drift
+        trainer.run.allow_drift |= allow_drift
         trainer.load(of_this_run(str(directory or trainer.config.train.run_dir)))
 
 
