@@ -464,6 +464,12 @@ def test_a_configuration_of_async_rlhf_means_the_same(given: dict[str, Any], exp
     assert config == config.update(expected)
 
 
+def test_defaults_that_two_versions_have_differently_are_told() -> None:
+    for given, told in (({"beta": 0.2}, True), ({"beta": 0.2, "max_new_tokens": 8}, False)):
+        remarks = translate("async_rlhf", {"OnlineDPOConfig": given}).remarks
+        assert any("the defaults of async_rlhf" in remark.text for remark in remarks) is told
+
+
 @table("given, said", [
     ({"ScriptArguments": {"bok": True}}, "write the method best_of_k, whose k is rloo_k"),
     ({"OnlineDPOConfig": {"beta": [0.1, 0.2]}}, "beta is one number"),

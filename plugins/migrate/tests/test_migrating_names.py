@@ -128,6 +128,12 @@ def test_every_module_of_trl_says_what_to_use_instead_of_what_it_lacks() -> None
     assert bare == []
 
 
+@pytest.mark.parametrize("module", ["trainer.online_dpo_trainer", "trainer.sft_config", "trainer.judges", "data_utils"])
+def test_modules_of_later_versions_say_what_to_use(module: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match=f"{module}': later than TRL 0.8[:,]"):
+        importlib.import_module(f"trainkit_trl.{module}")
+
+
 # ---------------------------------------------------------------------------------------------------- signatures
 
 

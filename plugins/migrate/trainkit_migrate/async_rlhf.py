@@ -39,6 +39,11 @@ def implied(config: Settings, context: Context) -> Settings:
         usual |= {"rollout.max_new_tokens": 64, "rollout.temperature": 0.9, "optimizer.lr": 5e-7}
     elif given(context, "vllm"):
         usual |= staleness(given(context, "sync", False), context)
+    elif given(context, "response_length") is None:
+        context.remarks.append(
+            "OnlineDPOConfig has the defaults of async_rlhf, as no field is TRL's alone; with max_new_tokens it has "
+            "those of TRL 0.11: 64 tokens, temperature 0.9, learning_rate 5e-7"
+        )
     found = filled(METHODS[cls], usual, config, context)
     return {path: value for path, value in found.items() if path != "train.trackers"}  # all that are installed
 
