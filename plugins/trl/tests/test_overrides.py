@@ -274,6 +274,14 @@ def test_what_a_loss_of_ones_own_would_lose_is_refused(given: Any, words: str, t
         made(tripled(SFTTrainer), tmp_path, **given)
 
 
+def test_arguments_that_change_after_they_were_read_are_refused(tmp_path: Path) -> None:
+    trainer = made(DPOTrainer, tmp_path)
+    assert trainer.args.device.type == "cpu", "what transformers adds by itself is no change"
+    trainer.args.learning_rate = 3.0
+    with pytest.raises(ConfigError, match=r"args.learning_rate was 0.01 when DPOTrainer was made, .* and is 3.0; set"):
+        trainer.train()
+
+
 def test_a_loss_of_ones_own_needs_a_single_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = SimpleNamespace(environ={"WORLD_SIZE": "2"})  # accelerate would wait for the second process
     monkeypatch.setattr("trainkit_trl.trainer.calling.os", seen)

@@ -188,7 +188,7 @@ class OfflineTrainer(Calling):
             callbacks=[self._log, *self._callbacks, *self._trackers],
             **live,
         )
-        self.tokenizer = self.trainer.tokenizer
+        self.tokenizer, self._args_read = self.trainer.tokenizer, dict(vars(self.args))
         if self.truncated:
             self.trainer.text.shape = truncation(
                 {**vars(self.args), **given},
@@ -418,6 +418,13 @@ class OfflineTrainer(Calling):
             trial: without effect.
             ignore_keys_for_eval: without effect.
         """
+        for each in fields(self.args):
+            read, now = (values.get(each.name) for values in (self._args_read, vars(self.args)))
+            if each.name != "load_best_model_at_end" and now is not read and now != read:
+                raise ConfigError(
+                    f"args.{each.name} was {read!r} when {type(self).__name__} was made, which read it, and is {now!r};"
+                    " set it before"
+                )
         self._choose_directory(resume_from_checkpoint)
         started = time.perf_counter()
         self.trainer.learn()
