@@ -88,6 +88,13 @@ def test_a_response_that_has_ended_is_returned_and_a_longer_limit_goes_on(tmp_pa
     assert again.terminated.all()
 
 
+def test_scores_of_endings_are_not_those_of_the_responses_before(tmp_path: Path) -> None:
+    trainer = made(tmp_path)
+    whole = trainer.branch(sampled(trainer), [1] * 4)
+    trainer.score(whole)
+    assert [each.judged for each in trainer.collector.current.rollouts] == [None]
+
+
 def test_what_cannot_be_continued_is_refused(tmp_path: Path) -> None:
     trainer = made(tmp_path)
     first = sampled(trainer, 2)

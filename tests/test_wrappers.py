@@ -337,7 +337,7 @@ def test_arguments_that_quantise_are_one_configuration() -> None:
         ({"use_flash_attention_2": True, "attn_implementation": "sdpa"}, "give attn_implementation alone"),
         ({"use_auth_token": "a", "token": "b"}, "give token alone"),
         ({"load_in_8bit": True}, "load_in_8bit needs bitsandbytes"),
-        ({"unheard": True}, "unexpected keyword argument 'unheard'; leave it out"),
+        ({"unheard": True}, "unexpected keyword argument 'unheard'. Leave it out"),
     ],
 )
 def test_arguments_that_there_are_no_more_are_refused(given: dict[str, Any], said: str, saved: Path) -> None:

@@ -96,7 +96,7 @@ def present_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def unknown_advice(error: Exception) -> str:
     """Return what to do about an argument that a model does not take, if the error is of one."""
-    return "; leave it out, or give a field of the model's configuration" if "unexpected keyword" in str(error) else ""
+    return "Leave it out, or give a field of the model's configuration" if "unexpected keyword" in str(error) else ""
 
 
 def _set_once(found: dict[str, Any], name: str, value: Any, old: str) -> None:

@@ -569,7 +569,7 @@ def trust(kwargs: Mapping[str, Any]) -> dict[str, bool]:
 def _cannot_load(what: str, key: str, path: Any, error: Exception) -> str:
     if isinstance(path, str) and (missing := absent(path)):
         return f"{key} is {path!r}, and {missing} Give a hub id, or a local directory with a {what}"
-    known = code_advice(error) or _import_advice(error) or unknown_advice(error).removeprefix("; ").capitalize()
+    known = code_advice(error) or _import_advice(error) or unknown_advice(error)
     advice = known or f"Give a hub id, or a local directory with a {what}"
     near = "" if not isinstance(path, str) or Path(path).exists() else suggest(path, _directories_like(path))
     missing = f"There is no such directory{near} " if near else ""

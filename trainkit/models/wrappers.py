@@ -197,7 +197,7 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         try:
             model = cls.transformers_parent_class.from_pretrained(below or path, *model_args, **arguments)
         except TypeError as error:
-            raise ConfigError(f"{path!r} cannot be loaded: {error}{unknown_advice(error)}") from error
+            raise ConfigError(f"{path!r} cannot be loaded: {error}. {unknown_advice(error)}".strip()) from error
         if below is None:
             return model
         if merge:

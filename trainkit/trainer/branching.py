@@ -29,22 +29,17 @@ def branch(
         raise ConfigError(f"responses of {what} cannot be continued from a token within them")
     if len(lengths) != len(rollouts) or min(lengths, default=0) < 0:
         raise ValueError(f"lengths should be {len(rollouts)} numbers of tokens, from 0 on; given {describe(lengths)}")
-    limit, ended = settings.max_new_tokens, rollouts.terminated.tolist()
-    kept = [min(length, limit, len(ids)) for ids, length in zip(rollouts.responses, lengths, strict=True)]
-    complete = [end and count == len(ids) for end, count, ids in zip(ended, kept, rollouts.responses, strict=True)]
-    open_rows = [row for row, count in enumerate(kept) if count < limit and not complete[row]]
-    parts = [_Part(rollouts, row, count) for row, count in enumerate(kept)]
-    endings = _endings(sampling, [parts[row] for row in open_rows], settings, purpose, seen)
-    pairs: list[list[_Part]] = [[part] for part in parts]
-    for row, ending in zip(open_rows, endings, strict=True):
-        pairs[row].append(ending)
-        complete[row] = ending.complete
+    limit = settings.max_new_tokens
+    prefixes = [_Part(rollouts, row, min(length, limit)) for row, length in enumerate(lengths)]
+    going = [part for part in prefixes if len(part.ids) < limit and not part.complete]
+    endings = dict(zip((part.row for part in going), _endings(sampling, going, settings, purpose, seen), strict=True))
+    pairs = [[part, endings[part.row]] if part.row in endings else [part] for part in prefixes]
     return assemble(
         sampling.text.tokenizer,
-        rollouts.rows,
-        [ids.tolist() for ids in rollouts.queries],
+        [*rollouts.rows],  # another list: scores belong to the rollouts of a list
+        [part.query for part in prefixes],
         [[token for part in pair for token in part.ids] for pair in pairs],
-        terminated=torch.tensor(complete, device=rollouts.terminated.device),
+        terminated=torch.tensor([pair[-1].complete for pair in pairs], device=rollouts.terminated.device),
         logprobs=_of_tokens("logprobs", pairs),
         entropy=_of_tokens("entropy", pairs),
         hidden=_of_tokens("hidden", pairs),
@@ -55,31 +50,22 @@ def branch(
 
 
 class _Part:
-    """The first tokens of a response."""
+    """The first ``count`` tokens of a response."""
 
     def __init__(self, rollouts: Rollouts, row: int, count: int) -> None:
         self.rollouts, self.row, self.count = rollouts, row, count
-
-    @property
-    def ids(self) -> list[int]:
-        return self.rollouts.responses[self.row][: self.count].tolist()
-
-    @property
-    def query(self) -> list[int]:
-        return self.rollouts.queries[self.row].tolist()
-
-    @property
-    def complete(self) -> bool:
+        sequences = rollouts.sequences
+        self.mask = sequences.response_mask[row]
+        self.query: list[int] = sequences.input_ids[row][sequences.prompt_mask[row]].tolist()
+        whole: list[int] = sequences.input_ids[row][self.mask].tolist()
+        self.ids = whole[:count]
+        self.complete = bool(rollouts.terminated[row]) and len(whole) <= count
         """Whether these are all tokens of a response that has ended."""
-        return bool(self.rollouts.terminated[self.row]) and len(self.rollouts.responses[self.row]) <= self.count
 
     def of_tokens(self, name: str) -> Tensor | None:
-        """Return the field ``name`` of the tokens [count, *]; None if it is unknown."""
-        values = getattr(self.rollouts, name)
-        if values is None:
-            return None
-        kept: Tensor = values[self.row][self.rollouts.sequences.response_mask[self.row]][: self.count]
-        return kept
+        """Return the field ``name`` of the tokens [N, *]; None if it is unknown."""
+        values: Tensor | None = getattr(self.rollouts, name)
+        return None if values is None else values[self.row][self.mask][: self.count]
 
 
 def _of_tokens(name: str, pairs: list[list[_Part]]) -> Tensor | None:
@@ -99,12 +85,12 @@ def _endings(
     rows = [part.rollouts.rows[part.row] for part in prefixes]
     queries, ids = [part.query for part in prefixes], [part.ids for part in prefixes]
     seeds = branch_seeds(sampling.config.train.seed, purpose, rows, queries, ids, seen)
-    limit, shortest = settings.max_new_tokens, min((part.count for part in prefixes), default=0)
-    longest = max((len(query) + part.count for query, part in zip(queries, prefixes, strict=True)), default=0)
+    limit, shortest = settings.max_new_tokens, min(map(len, ids), default=0)
+    longest = max((len(part.query + part.ids) for part in prefixes), default=0)
     together = not settings.min_new_tokens and sampling.text.fits(longest, limit - shortest)
     calls: dict[int, list[int]] = {}
-    for index, part in enumerate(prefixes):
-        calls.setdefault(shortest if together else part.count, []).append(index)
+    for index, prefix in enumerate(ids):
+        calls.setdefault(shortest if together else len(prefix), []).append(index)
     endings: dict[int, _Part] = {}
     for start, members in calls.items():
         changes = {"max_new_tokens": limit - start, "min_new_tokens": max(settings.min_new_tokens - start, 0)}
@@ -116,5 +102,5 @@ def _endings(
             [turn_seed(seeds[index], 0) for index in members],
         )
         for at, index in enumerate(members):
-            endings[index] = _Part(sampled, at, limit - prefixes[index].count)
+            endings[index] = _Part(sampled, at, limit - len(ids[index]))
     return [endings[index] for index in range(len(prefixes))]
