@@ -124,7 +124,7 @@ from pathlib import Path
 import torch
 import trainkit
 from trainkit.testing.trainers import tiny_trainer
-from trainkit.runs import checkpoint, run
+from trainkit.runs import checkpoint
 
 torch.set_num_threads(1)
 out, what = Path(sys.argv[1]), sys.argv[2]
@@ -174,8 +174,8 @@ class Signals:
 if rank == 1 and what == "reward": trainer.reward_fn = judge
 if what == "slow": trainer.models.build()  # nothing else is exchanged at the beginning then
 if rank == 1 and what == "slow":
-    honest_lock = run._lock
-    run._lock = lambda *given: (honest_lock(*given), time.sleep(3))
+    honest_acquire = trainer.run._acquire
+    trainer.run._acquire = lambda *given: (honest_acquire(*given), time.sleep(3))
 if rank == 1 and what == "hang": trainer.reward_fn = hang
 if rank == 1 and what == "nan": trainer.loss = loss
 if rank == 1 and what == "disk": checkpoint.write_state = write
