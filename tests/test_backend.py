@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from tables import table
 from trainkit.errors import CheckpointError, ConfigError
-from trainkit.models import backend
+from trainkit.models import backend, unloaded
 from trainkit.models.backend import (
     TF32,
     TOLERANCE,
@@ -275,6 +276,44 @@ def test_a_model_with_attention_for_half_precision_is_run_so_wherever_it_is_run(
     assert trainer.unwrapped.model.config._attn_implementation == "half_alone"
     assert "cannot be sampled from with a key-value cache" not in caplog.text
     assert not trainer.unwrapped.needs_mask
+
+
+@table(
+    "name, changes, said",
+    [
+        ("rloo", {"train__share_prompts": True}, "gives other numbers when it continues from a prompt"),
+        ("sft", {"train__padding_free": True}, "gives other numbers for joined rows"),
+        ("sft", {"method__packing": True, "train__seq_length": 16}, "cannot be trained on packed rows"),
+    ],
+)
+@pytest.mark.parametrize("precision", ["bf16", "no"])
+def test_a_policy_is_checked_in_the_precision_of_training_too(
+    precision: str, name: str, changes: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a kernel that in 16 bits attends to tokens that come later."""
+    right = backend._attention
+
+    def wrong(module: Any, query: torch.Tensor, *rest: Any, **kwargs: Any) -> Any:
+        outputs, weights = right(module, query, *rest, **kwargs)
+        return outputs + outputs.mean(1, keepdim=True) if torch.is_autocast_enabled("cpu") else outputs, weights
+
+    monkeypatch.setattr(backend, "_attention", wrong)
+    trainer = tiny_trainer(name, tmp_path, model=tiny_llama(10), train__mixed_precision=precision, **changes)
+    with pytest.raises(ConfigError, match=said) if precision == "bf16" else nullcontext():
+        trainer.models.build()
+    if precision == "no":
+        assert not trainer.unwrapped.needs_mask
+
+
+@pytest.mark.parametrize("free", [10**9, 10])
+def test_a_model_that_will_be_divided_is_tried_on_the_device_if_it_fits(
+    free: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unloaded, "free_memory", lambda device: free)
+    model = torch.nn.Linear(2, 2)
+    with unloaded.as_trained(unloaded.Trial(torch.device("meta"), divided=True)):
+        unloaded.place(model)
+    assert model.weight.is_meta is (free > 10)
 
 
 def test_a_device_without_bf16_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

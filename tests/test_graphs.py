@@ -143,6 +143,17 @@ def test_steps_that_differ_from_the_models_own_are_not_taken(
     assert "their logits differ by" in caplog.text
 
 
+@table("dtype, by", [(torch.float32, 0.01), (torch.bfloat16, 0.5)])
+def test_the_log_probabilities_of_the_likeliest_tokens_are_compared_too(dtype: torch.dtype, by: float) -> None:
+    """A likely token that is off by less than what the logits of a large vocabulary may be off by."""
+    expected = torch.randn(2, 50_000, generator=torch.Generator().manual_seed(0)) * 4
+    logits = expected.clone()
+    logits[0, expected[0].argmax()] -= by
+    size = torch.finfo(dtype).eps
+    assert "their log-probabilities differ by" in decoding._difference_of_steps(logits, expected, size)
+    assert not decoding._difference_of_steps(expected * (1 + size / 2), expected, size)
+
+
 def test_rows_without_memory_for_a_graph_make_their_own_steps_and_others_are_replayed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

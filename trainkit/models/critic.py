@@ -106,7 +106,7 @@ class ValueBranch(Critic):
         super().__init__(_upper(model, blocks, depth))
         self.depth, self.layers, self.tuples = depth, layers, False
         self.below = [blocks]  # a list, so that the policy's layers are not the critic's
-        decided(lambda: self._check(model))
+        decided(lambda: self._check(model), bool)  # which raises, or returns None
 
     @torch.no_grad()
     def _check(self, model: PreTrainedModel) -> None:

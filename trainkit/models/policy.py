@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -405,8 +406,8 @@ class CausalPolicy(Policy):
         if model.config.is_encoder_decoder:
             raise ConfigError(f"{type(model).__name__} is an encoder-decoder; make its policy with make_policy(model)")
         super().__init__(model, **kwargs)
-        self.head_alone = decided(lambda: _head_gives_logits(model))
-        self.needs_mask = decided(lambda: needs_mask(model))
+        self.head_alone = decided(lambda: _head_gives_logits(model), operator.not_)
+        self.needs_mask = decided(lambda: needs_mask(model), bool)
         self.trunk = Trunk(model, self.critic.depth if isinstance(self.critic, ValueBranch) else None)
 
     @property

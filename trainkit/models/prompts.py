@@ -258,6 +258,10 @@ def with_gradient(model: PreTrainedModel, states: Callable[[Sequences, H], Tenso
 def equal_but_for_rounding(values: Tensor, expected: Tensor) -> bool:
     """Return whether numbers of a small input are the same, up to the rounding of products."""
     size, difference = float(expected.abs().max()) or 1.0, float((values - expected).abs().max())
-    dtype = autocast_dtype(expected.device.type) or expected.dtype
-    coarse = rounding(dtype, expected.device) > TOLERANCE
-    return difference <= size * (COARSE_TOLERANCE if coarse else TOLERANCE)
+    return difference <= size * tolerance_for(expected)
+
+
+def tolerance_for(values: Tensor) -> float:
+    """Return the relative difference that counts as rounding between numbers like ``values`` of a small input."""
+    dtype = autocast_dtype(values.device.type) or values.dtype
+    return COARSE_TOLERANCE if rounding(dtype, values.device) > TOLERANCE else TOLERANCE

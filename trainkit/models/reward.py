@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -75,8 +76,8 @@ class Scorer(nn.Module):
         _check(model)
         self.model = model
         self.head = None if _is_classifier(model) else _new_head(model)
-        self.reads_last = self.head is not None or decided(lambda: _reads_last(model))
-        self.needs_mask = decided(lambda: needs_mask(model))
+        self.reads_last = self.head is not None or decided(lambda: _reads_last(model), operator.not_)
+        self.needs_mask = decided(lambda: needs_mask(model), bool)
         self.trunk = Trunk(model, None if self.reads_last else 0)
 
     @property
@@ -190,10 +191,10 @@ def _reads_last(classifier: PreTrainedModel) -> bool:
     training, probe = classifier.training, tiny_input(classifier)
     classifier.eval()
     expected = classifier(**probe).logits
-    hidden = classifier.base_model(**probe).last_hidden_state[:, -1]
+    hidden = classifier.base_model(**probe).last_hidden_state
     classifier.train(training)
     score: Any = classifier.score
-    return torch.allclose(score(hidden).float(), expected.float(), rtol=1e-4, atol=1e-4)
+    return torch.allclose(score(hidden)[:, -1].float(), expected.float(), rtol=1e-4, atol=1e-4)
 
 
 class RewardModel:

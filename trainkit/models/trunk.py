@@ -97,7 +97,7 @@ class Trunk:
         below = modules_below(model, self.blocks, depth) if depth else []
         if depth and not any(p.requires_grad for module in below for p in module.parameters()):
             self.depth, self.frozen = depth, below
-            self.depth, self.tuples = decided(lambda: self._checked(model))
+            self.depth, self.tuples = decided(lambda: self._checked(model), lambda found: not found[0])
 
     @torch.no_grad()
     def __call__(self, base: nn.Module, inputs: Mapping[str, Any]) -> Tensor:

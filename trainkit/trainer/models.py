@@ -19,7 +19,7 @@ from trainkit.models.fitting import RowLimit
 from trainkit.models.policy import Policy
 from trainkit.models.recomputing import recompute_activations
 from trainkit.models.reference import Frozen
-from trainkit.models.unloaded import as_trained, loaded_by_one
+from trainkit.models.unloaded import Trial, as_trained, loaded_by_one
 from trainkit.plugins.hooks import entry_name
 from trainkit.runs.parallel import Parallel
 from trainkit.seeding import global_rng
@@ -161,15 +161,18 @@ class Models:
     def as_trained(self) -> AbstractContextManager[None]:
         """Return a context in which models are loaded, and run as in training to find out what they are like.
 
-        They are run in float32, which shows smaller differences, unless their attention may need less.
+        They are run in float32, which shows smaller differences, unless their attention may need less, and then in the
+        precision of training.
         """
         live = self._live()
         config = getattr(bare(live), "config", None) if live is not None else None
         attention = getattr(config, "_attn_implementation", None) or self.config.model.kwargs.get("attn_implementation")
-        exact = attention in (None, "eager", "sdpa", "flex_attention")
-        whole = not self.parallel.sharding.keeps_sharded or self.built
-        precision = nullcontext if exact else self.parallel.accelerator.autocast
-        return as_trained(self.parallel.device if whole else None, precision)
+        accelerator = self.parallel.accelerator
+        precisions = [nullcontext] if attention in (None, "eager", "sdpa", "flex_attention") else []
+        if not precisions or accelerator.mixed_precision != "no":
+            precisions.append(accelerator.autocast)
+        divided = self.parallel.sharding.keeps_sharded and not self.built
+        return as_trained(Trial(self.parallel.device, tuple(precisions), divided))
 
     def _warn_of_low_precision(self, policy: nn.Module) -> None:
         """Log that steps are made in the precision of the weights, if that is low and the optimizer has no copies."""

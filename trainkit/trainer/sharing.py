@@ -76,7 +76,7 @@ class PromptSharing:
             return
         joins = getattr(policy, "joins_rows", False)
         with self.models.as_trained():
-            fault = None if joins else decided(policy.why_not_shared)
+            fault = None if joins else decided(policy.why_not_shared, bool)
         way = entry_name(train.sharding)
         if fault is None and sharding.keeps_sharded and way not in SHARDED:
             fault = f"it is not tested with train.sharding {way!r}"
@@ -87,13 +87,13 @@ class PromptSharing:
             log.info("prompts are run once for each row, not shared: %s", fault)
 
     def _join_rows(self, policy: Any) -> None:
-        asked, precision = self.algorithm.config.train.padding_free, self.parallel.accelerator.autocast
+        asked = self.algorithm.config.train.padding_free
         if asked is False or (asked is None and not self._joins_by_default):
             return
         fault: str | None = f"a {type(policy).__name__} has no passes without padding"
         if hasattr(policy, "why_not_joined"):
-            with self.models.as_trained(), precision():  # the kernel depends on the precision
-                fault = decided(policy.why_not_joined)
+            with self.models.as_trained():
+                fault = decided(policy.why_not_joined, bool)
             policy.joins_rows = fault is None
         if fault is not None and asked:
             raise ConfigError(f"train.padding_free is true, and rows cannot be joined: {fault}; remove it")
