@@ -97,13 +97,23 @@ def test_they_are_made_under_autocast() -> None:
     assert all(one == other for one, other in first), "prompts are read by the model's own pass"
 
 
-@table("dtype", [None, torch.bfloat16])
-def test_under_autocast_there_are_none_beside_a_thread_that_trains(dtype: torch.dtype | None) -> None:
-    """Which clears the cache of casts that both have when it leaves autocast."""
-    found = CausalSampler(make(tiny_llama(SIZE)), TOKENIZER, beside_training=True)
-    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+def test_beside_a_thread_that_trains_they_read_no_casts_of_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which that thread frees when it leaves autocast."""
+    model, forward, reads = make(tiny_llama(SIZE)), decoding.CausalDecoder._forward, list[bool]()
+    found, alone = CausalSampler(model, TOKENIZER, beside_training=True), CausalSampler(model, TOKENIZER)
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        reads.append(torch.is_autocast_cache_enabled())
+        return forward(*args, **kwargs)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        assert sample(found, EVEN).ids == sample(alone, EVEN).ids
+        monkeypatch.setattr(decoding.CausalDecoder, "_forward", watched)
         sample(found, EVEN)
-    assert found.decoder.graphed is (dtype is None)  # type: ignore[attr-defined]
+    assert found.decoder.graphed is True  # type: ignore[attr-defined]
+    assert reads[0] is True, "prompts are read by the model's own pass"
+    assert not all(reads)
+    assert len(reads) - sum(reads) >= len(reads) // 2, "all steps but the last few, which are not worth a graph"
 
 
 @table(

@@ -17,7 +17,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import BaseModelOutput
 
-from trainkit.models.backend import autocast_dtype, dtype_of_attention, rounding
+from trainkit.models.backend import autocast_dtype, dtype_of_attention, rounding, with_own_casts
 from trainkit.models.fitting import first_line, out_of_memory, release
 from trainkit.models.seq2seq import decoder_prefix, encode
 from trainkit.models.unloaded import decided
@@ -281,18 +281,14 @@ class CausalDecoder:
         self._check_plain(active)
         if count_of(self.model):
             raise ValueError("it has virtual tokens")
-        if self.beside_training and autocast_dtype(self.model.device.type) is not None:
-            raise ValueError(
-                "a thread that trains ends autocast's casts, which a graph would read"
-            )  # one cache for all
         if self.model.config._attn_implementation != "sdpa":
             raise ValueError(f"its attention is {self.model.config._attn_implementation}")
         for layer in active.cache.layers:
             for buffer in layer.buffers:  # type: ignore[union-attr]
                 buffer[:, :, active.width :] = 0.0  # a masked NaN would still be one in the attention's product
-        return FixedStep(
-            partial(self._forward, cache=active.cache), active.real, active.width, list(active.cache.layers)
-        )
+        step = partial(self._forward, cache=active.cache)
+        step = with_own_casts(step, self.model.device.type) if self.beside_training else step
+        return FixedStep(step, active.real, active.width, list(active.cache.layers))
 
     @property
     def _dtype(self) -> torch.dtype:
