@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import forking
 from runs import only_new_garbage
 from tables import table
+from trainkit.data import Sequences
 from trainkit.errors import ConfigError, OutOfMemoryError
-from trainkit.models import policy
+from trainkit.models import fitting, make_policy, policy
 from trainkit.models.recomputing import recompute_activations
 from trainkit.testing import tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
 from trainkit.testing.trainers import tiny_trainer
@@ -248,6 +251,63 @@ def test_passes_without_gradient_have_a_limited_number_of_tokens(
     parts.collect()
     torch.testing.assert_close(parts.store.experience.flatten(), expected, rtol=1e-4, atol=1e-5)
     assert max(rows for rows, _ in seen) <= 25 // 5
+
+
+def kept_per_token(fields: dict[str, Any], low: bool) -> float:
+    """Return the bytes per token that a pass keeps for its backward pass, from two lengths."""
+    model = make_policy(AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields)))
+    totals = []
+    for length in (64, 128):
+        kept: dict[int, tuple[int, Tensor]] = {}
+
+        def keep(tensor: Tensor, kept: dict[int, tuple[int, Tensor]] = kept) -> Tensor:
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes(), tensor  # which stays alive, and with it the address
+            return tensor
+
+        rows = Sequences.from_lists([[1] * 32], [[2] * (length - 32)])
+        with torch.autocast("cpu", torch.bfloat16, enabled=low), saved_tensors_hooks(keep, lambda tensor: tensor):
+            model(rows)
+        totals.append(sum(size for size, _ in kept.values()))
+    return (totals[1] - totals[0]) / 64
+
+
+@table("kind, inner, low", [("llama", 704, True), ("llama", 704, False), ("qwen2", 1500, True), ("qwen2", 1500, False)])
+def test_the_tokens_that_fit_follow_from_what_a_pass_keeps(kind: str, inner: int, low: bool) -> None:
+    sizes = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": inner}
+    fields = {"model_type": kind, "vocab_size": 64, "hidden_size": 256, **sizes}
+    room = 1e9
+    tokens = fitting.tokens_that_fit(AutoConfig.for_model(**fields), room, low=low, recomputes=False)
+    assert room / tokens == pytest.approx(kept_per_token(fields, low), rel=0.15)
+
+
+def test_micro_batches_and_sampling_are_sized_by_the_memory_of_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"train__microbatch_size": "auto", "train__gradient_checkpointing": False}
+    trainers = {name: tiny_trainer("rloo", tmp_path / name, **settings) for name in ("whole", "small")}
+    for trainer in trainers.values():
+        trainer.models.build()
+    small, states = trainers["small"], trainers["small"].unwrapped
+    kept = 1e6 / fitting.tokens_that_fit(states.model.config, 1e6, low=False, recomputes=False)
+    weights = sum(5 * p.nbytes for p in states.parameters())  # with the gradient, two moments, and the reference
+    memory = int((weights + 20 * kept) / fitting.STATES) + 1  # 20 tokens
+    monkeypatch.setattr("trainkit.trainer.update.memory_of", lambda device: memory)
+    assert small.updater.tokens_of_a_micro_batch == 20
+    monkeypatch.setattr(fitting, "memory_of", lambda device: 40_000)  # keys and values of 4 rows
+    prefill, sizes = small.sampling.engine.sampler.decoder.prefill, list[int]()
+
+    def watched(queries: list[list[int]], room: int) -> Any:
+        sizes.append(len(queries))
+        return prefill(queries, room)
+
+    small.sampling.engine.sampler.decoder.prefill = watched
+    fits = fitting.rows_that_fit(states.model, 9)
+    small.collect()
+    assert max(sizes) <= fits < 8
+    monkeypatch.undo()
+    trainers["whole"].collect()
+    assert torch.equal(*(each.store.experience.sequences.input_ids for each in trainers.values()))
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 
 from trainkit.errors import OutOfMemoryError
+from trainkit.models.backend import autocast_dtype
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,48 @@ def out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in ON_CPU)
+
+
+STATES, CACHE = 0.8, 0.3
+"""The parts of a device's memory for the states of training, and for keys and values in sampling."""
+
+
+def memory_of(device: torch.device) -> int | None:
+    """Return the bytes of a CUDA device; None for others. With those that are free, the rounding would change, too."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def tokens_that_fit(config: Any, room: float, *, low: bool, recomputes: bool) -> int | None:
+    """Return for about how many tokens a backward pass has memory; None if the configuration does not say.
+
+    Of each token, a layer keeps its states and those of its MLP: 32 bytes per number of the hidden state and 8 of the
+    MLP's in 16 bits, and 1.6 times as many in float32, as is measured for Qwen2 and Llama.
+
+    Args:
+        config: transformers' configuration of the model.
+        room: the bytes for the states that are kept.
+        low: whether the model is run in 16 bits.
+        recomputes: whether layers keep their inputs alone.
+    """
+    text = config.get_text_config()
+    width, layers = getattr(text, "hidden_size", None), getattr(text, "num_hidden_layers", None)
+    if not width or not layers:
+        return None
+    layer = (32 * width + 8 * (getattr(text, "intermediate_size", None) or 4 * width)) * (1 if low else 1.6)
+    token = 4 * width * layers + layer if recomputes else layer * layers
+    return max(int(room / token), 1)
+
+
+def rows_that_fit(model: Any, tokens: int) -> int | None:
+    """Return for how many rows of so many tokens there is memory for keys and values; None if that is not known."""
+    text, memory = model.config.get_text_config(), memory_of(model.device)
+    heads, layers = getattr(text, "num_attention_heads", None), getattr(text, "num_hidden_layers", None)
+    if memory is None or not heads or not layers:
+        return None
+    kept, size = getattr(text, "num_key_value_heads", None) or heads, getattr(text, "head_dim", None)
+    number = 2 * layers * kept * (size or text.hidden_size // heads)
+    bits = autocast_dtype(model.device.type) or model.dtype
+    return max(int(CACHE * memory / (number * bits.itemsize * tokens)), 1)
 
 
 class Holder(Protocol):

@@ -22,7 +22,7 @@ from trainkit.models.fitting import first_line, out_of_memory, release
 from trainkit.models.seq2seq import decoder_prefix, encode
 from trainkit.models.unloaded import decided
 from trainkit.models.virtual import count_of, moved_by_padding
-from trainkit.rollouts.graphs import FixedStep
+from trainkit.rollouts.graphs import FixedStep, Step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -286,7 +286,7 @@ class CausalDecoder:
         for layer in active.cache.layers:
             for buffer in layer.buffers:  # type: ignore[union-attr]
                 buffer[:, :, active.width :] = 0.0  # a masked NaN would still be one in the attention's product
-        step = partial(self._forward, cache=active.cache)
+        step: Step = partial(self._forward, cache=active.cache)
         step = with_own_casts(step, self.model.device.type) if self.beside_training else step
         return FixedStep(step, active.real, active.width, list(active.cache.layers))
 

@@ -25,7 +25,7 @@ from trainkit.data import Rollouts, Row, Sequences
 from trainkit.data.pipeline import id_count
 from trainkit.errors import OutOfMemoryError
 from trainkit.functional import allow_logits, penalise_repetition, truncate_logits
-from trainkit.models.fitting import first_line, out_of_memory, release
+from trainkit.models.fitting import first_line, out_of_memory, release, rows_that_fit
 from trainkit.models.loading import eos_ids, pad_id
 from trainkit.models.policy import check_logit_mask
 from trainkit.rollouts.decoding import CausalDecoder, Decoder, Seq2SeqDecoder, stepping_fault, vocabulary
@@ -206,7 +206,10 @@ class TokenSampler:
             OutOfMemoryError: one response does not fit into memory.
         """
         while True:
-            most = len(queries) if self.most is None or watch is not None else self.most
+            most = len(queries)
+            if watch is None:
+                fit = rows_that_fit(self.model, max(map(len, queries), default=0) + settings.max_new_tokens)
+                most = min(each for each in (most, self.most, fit) if each is not None)
             parts: list[Generated] = []
             try:
                 for start in range(0, len(queries), most):

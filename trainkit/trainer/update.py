@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -16,10 +17,21 @@ from trainkit.config import TrainConfig
 from trainkit.data import Batch
 from trainkit.errors import ConfigError, NonFiniteError, OutOfMemoryError, TrainkitError
 from trainkit.functional import to_float64
-from trainkit.models.fitting import ADVICE, RowLimit, first_line, no_smaller, out_of_memory, release
+from trainkit.models.fitting import (
+    ADVICE,
+    STATES,
+    RowLimit,
+    first_line,
+    memory_of,
+    no_smaller,
+    out_of_memory,
+    release,
+    tokens_that_fit,
+)
 from trainkit.plugins.hooks import entry_name
 from trainkit.runs.parallel import Parallel
 from trainkit.runs.progress import Progress
+from trainkit.runs.resharding import local
 from trainkit.seeding import global_rng
 from trainkit.trainer import optim
 from trainkit.trainer.base import BaseRLTrainer, Verdict, overridden
@@ -260,7 +272,23 @@ class Updater:
     @property
     def tokens_of_a_micro_batch(self) -> int:
         """About how many tokens a micro-batch has, unless `train.microbatch_size` is a number."""
-        return MICROBATCH_TOKENS.get(self.parallel.device.type, OTHER_TOKENS)
+        usual = MICROBATCH_TOKENS.get(self.parallel.device.type, OTHER_TOKENS)
+        return usual if self._tokens_that_fit is None else min(usual, self._tokens_that_fit)
+
+    @cached_property
+    def _tokens_that_fit(self) -> int | None:
+        """The tokens that a pass has memory for, beside weights, gradients and two moments; None if that is unknown."""
+        model: Any = getattr(self.models.unwrapped, "model", None)
+        memory = memory_of(self.parallel.device)
+        if memory is None or not hasattr(getattr(model, "config", None), "get_text_config"):
+            return None
+        compared = [each.policy for each in (self.models.reference, *self.models.frozen) if hasattr(each, "policy")]
+        weights = {id(p): p for each in (self.models.unwrapped, *compared) for p in each.parameters()}
+        parts = [(local(p), p.requires_grad) for p in weights.values()]
+        used = sum(part.nbytes + trained * (part.nbytes + 8 * part.numel()) for part, trained in parts)
+        low = self.parallel.accelerator.mixed_precision != "no" or model.dtype != torch.float32
+        room, recomputes = STATES * memory - used, self.config.gradient_checkpointing
+        return tokens_that_fit(model.config, room, low=low, recomputes=recomputes)
 
     def _groups(self, batch: Batch) -> list[Tensor]:
         return batch.groups(*self.most, together=self.algorithm.samples_per_prompt, shared=self.progress.shares_prompts)
