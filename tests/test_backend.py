@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -314,6 +316,32 @@ def test_a_model_that_will_be_divided_is_tried_on_the_device_if_it_fits(
     with unloaded.as_trained(unloaded.Trial(torch.device("meta"), divided=True)):
         unloaded.place(model)
     assert model.weight.is_meta is (free > 10)
+
+
+def test_kernels_can_be_deterministic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    try:
+        for deterministic in (False, True):
+            trainer = tiny_trainer("ppo", tmp_path / str(deterministic), train__deterministic=deterministic)
+            assert torch.are_deterministic_algorithms_enabled() is deterministic
+            trainer.learn()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_the_attention_of_cudnn_is_used_only_if_its_gradients_are_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice; the probe runs on the CPU with the kernel that is there, and finds none of cuDNN."""
+    assert backend.has_finite_gradients(SDPBackend.MATH, CPU)
+    assert not backend.has_finite_gradients(SDPBackend.CUDNN_ATTENTION, CPU)
+    chosen = list[bool]()
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", chosen.append)
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: True)
+    for finite in (True, False):
+        monkeypatch.setattr(backend, "has_finite_gradients", lambda kernel, device, finite=finite: finite)
+        backend.use_right_attention(torch.device("cuda"))
+        backend.use_right_attention(CPU)
+    assert chosen == [True, False]
 
 
 def test_a_device_without_bf16_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

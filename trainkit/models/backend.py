@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar, copy_context
@@ -81,13 +82,17 @@ def rounding(dtype: torch.dtype, device: torch.device) -> float:
     return torch.finfo(torch.bfloat16).eps if (device.type, chosen) == ("cpu", "medium") else TF32
 
 
-def use_fast_and_exact_kernels(device: torch.device, precision: str) -> None:
+def use_fast_and_exact_kernels(device: torch.device, precision: str, *, deterministic: bool = False) -> None:
     """Choose the kernels of a run in this process: fast ones, and exact ones where torch's choice is not.
 
     Args:
         device: the device of the run.
         precision: that of its passes; a warning is logged if ``bf16`` is slow on the device.
+        deterministic: whether operations without a kernel that gives the same bits in every run raise an error.
     """
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
+        torch.use_deterministic_algorithms(True)
     use_fast_exact_matmul(device)
     use_exact_convolutions(device)
     use_right_attention(device)
@@ -114,18 +119,21 @@ def use_right_attention(device: torch.device) -> None:
     padding at the left, torch 2.11 has gradients of NaN there (https://github.com/pytorch/pytorch/issues/196678).
     The setting holds for the whole process.
     """
-    if device.type != "cuda" or not torch.backends.cuda.cudnn_sdp_enabled():
-        return
+    if device.type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled():
+        torch.backends.cuda.enable_cudnn_sdp(has_finite_gradients(SDPBackend.CUDNN_ATTENTION, device))
+
+
+def has_finite_gradients(kernel: SDPBackend, device: torch.device) -> bool:
+    """Return whether a kernel of attention exists, and has finite gradients beside a query that attends to nothing."""
     query, key, value = (torch.ones(1, 1, 64, 64, device=device, dtype=torch.bfloat16).requires_grad_() for _ in "qkv")
     mask = torch.ones(64, 64, dtype=torch.bool, device=device).tril(-1)
     try:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        with sdpa_kernel(kernel):
             outputs = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)[:, :, 1:]
             gradients = torch.autograd.grad(outputs.sum(), (query, key, value))
-        right = all(bool(gradient.isfinite().all()) for gradient in gradients)
     except RuntimeError:  # it has none on this device
-        right = False
-    torch.backends.cuda.enable_cudnn_sdp(right)
+        return False
+    return all(bool(gradient.isfinite().all()) for gradient in gradients)
 
 
 def autocast_dtype(kind: str) -> torch.dtype | None:

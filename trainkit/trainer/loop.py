@@ -106,7 +106,7 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         self.parallel = Parallel(self.accelerator, self.run.stop, sharding)
         """The processes of the run, and how they divide the model."""
         self.config = config = without_disabled_plugins(self.config, logs=self.parallel.is_main)
-        use_fast_and_exact_kernels(self.parallel.device, precision)
+        use_fast_and_exact_kernels(self.parallel.device, precision, deterministic=config.train.deterministic)
         self.sharding.check(config)
         check_run(config)
         if config.train.push_to_hub is not None and self.parallel.is_main:
