@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import trainkit.models.head as module
+import trainkit.models.policy as policies
 from tables import table
 from trainkit.data import Sequences
 from trainkit.functional import allow_logits, entropy_from_logits, token_logprobs
@@ -129,21 +130,22 @@ def test_other_heads_are_left_to_their_own_forward_pass() -> None:
         assert not reads_in_blocks(head, states)
 
 
-@table("autocast, entropy, divergence", [(a, e, d) for a in (True, False) for e, d in ((0, 0), (1, 0), (0, 1))])
-def test_in_16_bits_the_gradient_is_as_exact_as_that_of_one_product(
-    autocast: bool, entropy: bool, divergence: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However many blocks or chunks there are: what they add is in float32 (law 3)."""
+def errors_in_16_bits(
+    patch: pytest.MonkeyPatch, rows: int, *, autocast: bool = True, entropy: bool = False, divergence: bool = False
+) -> tuple[float, float]:
+    """Return the relative errors of the head's gradient: of many blocks or chunks, and of one product.
+
+    A row has 64 tokens. The loss has terms of one sign, as that of SFT: their sums grow with the rows.
+    """
     torch.manual_seed(1)
     fields = {**tiny_llama(512), "hidden_size": 64, "num_hidden_layers": 1, "max_position_embeddings": 128}
     config = AutoConfig.for_model(**fields, tie_word_embeddings=False)
     model, other = (AutoModelForCausalLM.from_config(config) for _ in range(2))
-    sequences = Sequences.from_lists(torch.randint(512, (32, 2)).tolist(), torch.randint(512, (32, 64)).tolist())
+    sequences = Sequences.from_lists(torch.randint(512, (rows, 2)).tolist(), torch.randint(512, (rows, 64)).tolist())
 
     def gradient(dtype: torch.dtype, *, blocks: bool) -> Tensor:
-        """That of the head, from a loss whose terms have one sign, as in SFT: their sums grow with the rows."""
-        set_sizes(monkeypatch, (2**12, 64, 0) if blocks else ONE)
-        monkeypatch.setattr("trainkit.models.policy.CHUNK", 2**12 if blocks else 2**22)
+        set_sizes(patch, (2**12, 64, 0) if blocks else (2**40, 1024, 2**40))
+        patch.setattr(policies, "CHUNK", 2**12 if blocks else 2**40)
         rounded = autocast and dtype == torch.bfloat16
         kept = torch.float32 if rounded else dtype
         policy, reference = (make_policy(copy.deepcopy(each).to(kept)) for each in (model, other))
@@ -159,4 +161,31 @@ def test_in_16_bits_the_gradient_is_as_exact_as_that_of_one_product(
 
     exact = gradient(torch.float64, blocks=False)
     many, one = (float((gradient(torch.bfloat16, blocks=x) - exact).norm() / exact.norm()) for x in (True, False))
+    return many, one
+
+
+@table("autocast, entropy, divergence", [(a, e, d) for a in (True, False) for e, d in ((0, 0), (1, 0), (0, 1))])
+def test_in_16_bits_the_gradient_is_as_exact_as_that_of_one_product(
+    autocast: bool, entropy: bool, divergence: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many blocks or chunks there are: what they add is in float32 (law 3)."""
+    kind = {"autocast": autocast, "entropy": entropy, "divergence": divergence}
+    many, one = errors_in_16_bits(monkeypatch, 32, **kind)
     assert many <= 1.2 * one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [256, 1024])
+@pytest.mark.parametrize("divergence", [False, True])
+def test_it_is_for_any_number_of_tokens(divergence: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    many, one = errors_in_16_bits(monkeypatch, rows, divergence=divergence)
+    assert many <= 1.2 * one
+
+
+@table("divergence", [False, True])
+def test_sums_in_16_bits_are_found(divergence: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: the chunks of a pass have one cast of the weights, as autocast does it, whose gradient they sum."""
+    monkeypatch.setattr(policies, "reads_in_blocks", lambda *_: False)
+    monkeypatch.setattr(policies, "autocast_dtype", lambda kind: None)
+    many, one = errors_in_16_bits(monkeypatch, 32, divergence=divergence)
+    assert many > 1.5 * one

@@ -395,8 +395,9 @@ class TrainConfig(Section):
     microbatch_size: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
     """Rows per forward and backward pass in one process; affects memory and speed. The gradient is the same up to
     rounding, unless dropout is on, which draws different masks. None: as many as make up 2,048 tokens on a CPU, 32,768
-    tokens on an accelerator, fewer where the memory of a CUDA device does not suffice. `auto`: no more of these than fit into memory; when a pass does not fit, the step is made
-    again with half as many rows. It needs a model that is not divided among processes. None is `auto` on one GPU."""
+    tokens on an accelerator, fewer where the memory of a CUDA device does not suffice. `auto`: no more of these than
+    fit into memory; when a pass does not fit, the step is made again with half as many rows. It needs a model that is
+    not divided among processes. None is `auto` on one GPU."""
     gradient_checkpointing: bool = False
     """Keep only the inputs of the trained layers for the backward pass, and compute their activations again in it. A
     step takes less memory and about a third more arithmetic. The gradient is the same."""
@@ -416,8 +417,8 @@ class TrainConfig(Section):
     mixed_precision: Literal["no", "bf16", "fp16"] | None = None
     """Autocast of the forward pass, by accelerate. None: `bf16` on an NVIDIA GPU that has products of it, else `no`."""
     deterministic: bool = False
-    """Use kernels that give the same bits in every run (`torch.use_deterministic_algorithms`), which are slower on a GPU;
-    an operation that has none is an error. It holds for the whole process."""
+    """Use kernels that give the same bits in every run (`torch.use_deterministic_algorithms`), which are slower on a
+    GPU; an operation that has none is an error. It holds for the whole process."""
     sharding: ShardingEntry = "none"
     """How the model, its gradients and the optimizer's state are divided among processes. `none`: each has all of them.
     `fsdp2`: each has a part of every tensor, and blocks are gathered when they run. Or the name of a plugin, such as
