@@ -370,3 +370,14 @@ def test_a_cache_that_gives_other_logits_is_found_whatever_the_rounding() -> Non
         model = padded("gpt2")
         model.get_input_embeddings().weight += offset
         assert "cached steps differ" in stepping_fault(_Forgetful(model, 0, True, False), range(64))
+
+
+@table("name", ["grpo", "rloo", "ppo"])
+def test_a_prompt_is_encoded_once_for_all_its_responses_and_passes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded, encode = list[str](), PromptEncoder._encode
+    monkeypatch.setattr(PromptEncoder, "_encode", lambda self, *args: encoded.append(args[0]) or encode(self, *args))
+    trainer = tiny_trainer(name, tmp_path, train__total_steps=4)
+    trainer.learn()
+    assert sorted(encoded) == sorted({row["prompt"] for row in trainer.pipeline.rows})

@@ -163,19 +163,9 @@ class PromptEncoder:
         Raises:
             DataError: the prompt is not text, or has no tokens or too many; ``what`` names it.
         """
-        if isinstance(prompt, str) or not isinstance(prompt, Tensor | Sequence):
-            check_text(prompt, what)
-            if prompt not in self._known:
-                if len(self._known) >= REMEMBERED:
-                    self._known.clear()
-                self._known[prompt] = self._encode(prompt, what)
-            ids = list(self._known[prompt])
-        else:
-            ids = as_ids(prompt)
+        ids = self._whole(prompt, what)
         if self.budget is not None and self.budget < 1:
             raise DataError("rollout.max_new_tokens leaves no room for a prompt within the model's context; lower it")
-        if not ids:
-            raise DataError(f"{what} {describe(prompt)} has no tokens; give text that the tokenizer keeps")
         if self.budget is None or len(ids) <= self.budget:
             return ids
         if self.overlong.startswith("truncate"):
@@ -193,6 +183,21 @@ class PromptEncoder:
             f"limit, or set rollout.overlong_prompts to {ways}"
         )
         raise DataError(f"{what} has {len(ids)} tokens, and at most {self.budget} {room}. {advice}")
+
+    def _whole(self, prompt: Any, what: str) -> list[int]:
+        """Return all token ids of a prompt, however many they are."""
+        if isinstance(prompt, str) or not isinstance(prompt, Tensor | Sequence):
+            check_text(prompt, what)
+            if prompt not in self._known:
+                if len(self._known) >= REMEMBERED:
+                    self._known.clear()
+                self._known[prompt] = self._encode(prompt, what)
+            ids = list(self._known[prompt])
+        else:
+            ids = as_ids(prompt)
+        if not ids:
+            raise DataError(f"{what} {describe(prompt)} has no tokens; give text that the tokenizer keeps")
+        return ids
 
     def _cut(self, ids: list[int], count: int, first: int, last: int) -> list[int]:
         """Return ``count`` ids, with the special tokens that are ``first`` and ``last``."""
@@ -219,9 +224,8 @@ class PromptEncoder:
     def fit(self, rows: Sequence[Row]) -> list[Row]:
         """Check all prompts and return the rows that fit; log how many were too long."""
         kept, overlong = [], 0
-        whole = PromptEncoder(self.tokenizer, None, ends=self.ends)
         for index, row in enumerate(rows):
-            too_long = self.budget is not None and len(whole(row["prompt"], f"prompt {index}")) > self.budget
+            too_long = self.budget is not None and len(self._whole(row["prompt"], f"prompt {index}")) > self.budget
             overlong += too_long
             if too_long and self.overlong == "drop":
                 continue
