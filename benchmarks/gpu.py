@@ -1,10 +1,10 @@
 """Measures what a GPU does with trainkit: probes, kernels, training steps beside TRL, profiles, and the tests for GPUs.
 
 ``make gpu`` runs it. Each stage of ``gpu_stages.py`` has a process and a deadline, so that one which fails or hangs
-loses its own rows and nothing else. A row is written to ``OUT/gpu.jsonl`` as soon as it is measured, with the card, the
-versions and a hash of the sources. Stages that ended, and training steps, heads and profiles, that ``--known`` or
-``OUT/gpu.jsonl`` has for the same card, versions and sources are not measured again, so a second call goes on where the
-first one was stopped.
+loses its own rows and nothing else; with ``--tiny`` all have one, which takes a third of the time. A row is written to
+``OUT/gpu.jsonl`` as soon as it is measured, with the card, the versions and a hash of the sources. Stages that ended,
+and training steps, kernels and profiles, that ``--known`` or ``OUT/gpu.jsonl`` has for the same card, versions and
+sources are not measured again, so a second call goes on where the first one was stopped.
 
 It runs from a plain checkout: the plugins are found in their folders, and nothing of trainkit is installed.
 `benchmarks/README.md` lists the packages that are needed beside torch. ``--device cpu --tiny`` runs every stage with
@@ -29,12 +29,13 @@ ROOT = Path(__file__).parents[1]
 STAGES = {
     "ceilings": 30,
     "probes": 60,
+    "attention": 30,
     "head": 60,
     "decode": 90,
     "sft": 150,
     "dpo": 150,
     "grpo": 200,
-    "profile": 60,
+    "profile": 120,
     "tests": 420,
 }
 """The stages, in order, and the most seconds of each."""
@@ -102,7 +103,8 @@ def main(arguments: list[str] | None = None) -> int:
     common |= {"sources": sources(), "tiny": options.tiny}
     rows = out / "gpu.jsonl"
     kept = [row for row in [*read(options.known), *read(rows)] if "failed" not in row]
-    known = [row["row"] for row in kept if common.items() <= row.items()]
+    known = [row for row in kept if common.items() <= row.items()]
+    names = {row["row"] for row in known}
     first = len(read(rows))
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     environment |= {"CUDA_VISIBLE_DEVICES": ""} if options.device == "cpu" else {}
@@ -110,16 +112,17 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as site:
         paths = [*write_entry_points(Path(site) / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
-        for stage in options.only:
-            if f"stage {stage}" in known:
+        for stages in [options.only] if options.tiny else [[stage] for stage in options.only]:
+            left = [stage for stage in stages if f"stage {stage}" not in names]
+            if not left:
                 continue
-            started, before = time.monotonic(), len(read(rows))
-            limit = min(STAGES[stage], ends - started)
+            started, before, said = time.monotonic(), len(read(rows)), ", ".join(left)
+            limit = min(sum(map(STAGES.__getitem__, left)), ends - started)
             if limit < 5:
-                print(f"-- {stage}: no time left")
+                print(f"-- {said}: no time left")
                 continue
             fields = {"out": str(out), "device": options.device, "tiny": options.tiny, "limit": limit}
-            settings = json.dumps({"stage": stage, **fields, "common": common, "known": known})
+            settings = json.dumps({"stages": left, **fields, "common": common, "measured": known})
             script = str(Path(__file__).with_name("gpu_stages.py"))
             try:
                 command = [sys.executable, "-W", "ignore", script, settings]
@@ -129,8 +132,9 @@ def main(arguments: list[str] | None = None) -> int:
                 failed, reason = True, type(error).__name__
             if reason == "ended" and not any("failed" in row for row in read(rows)[before:]):
                 with rows.open("a", encoding="utf-8") as file:
-                    print(json.dumps({"row": f"stage {stage}", **common}), file=file)
-            print(f"-- {stage}: {reason} after {time.monotonic() - started:.0f} s", flush=True)
+                    for stage in left:
+                        print(json.dumps({"row": f"stage {stage}", **common}), file=file)
+            print(f"-- {said}: {reason} after {time.monotonic() - started:.0f} s", flush=True)
     return int(failed or any("failed" in row for row in read(rows)[first:]))
 
 

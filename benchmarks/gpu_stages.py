@@ -38,6 +38,8 @@ import trainkit
 from trainkit.config import SamplingConfig
 from trainkit.data import Sequences
 from trainkit.models import Policy, make_policy
+from trainkit.models.joined import JoinedRows
+from trainkit.models.joined import attend as attend_joined
 from trainkit.rollouts import CausalSampler
 
 TRAINING: dict[str, tuple[tuple[str, str, str, str], ...]] = {
@@ -75,8 +77,13 @@ class Stage:
     """The seconds after which the process is killed."""
     common: dict[str, Any]
     """What is written into every row: the card, versions, the sources."""
-    known: list[str]
-    """Rows that need not be measured."""
+    measured: list[dict[str, Any]]
+    """The rows that are known, of the same card, versions and sources."""
+
+    @property
+    def known(self) -> set[str]:
+        """The names of rows that need not be measured."""
+        return {row["row"] for row in self.measured}
 
     @property
     def cuda(self) -> bool:
@@ -172,6 +179,38 @@ def probes(stage: Stage) -> None:
         stage.add("varlen_attn", signature=str(inspect.signature(varlen_attn)))
 
 
+def attention(stage: Stage) -> None:
+    """Measure attention, forward and backward, with the heads of Q15: causal, masked, and of joined rows."""
+    rows, length, heads, groups, size = (2, 64, 4, 2, 16) if stage.tiny else (4, 8192, 12, 2, 128)
+    ids = torch.ones(rows, length, dtype=torch.long, device=stage.device)
+    real = torch.ones_like(ids, dtype=torch.bool)
+    joined = JoinedRows.of_rows(Sequences(ids, real, real), shared=False)
+    for kind in ("causal", "mask", "joined"):
+        if (row := f"attention, {kind}, {rows} x {length}") in stage.known:
+            continue
+        shape = (1, len(joined.ids)) if kind == "joined" else (rows, length)
+        make = partial(torch.randn, device=stage.device, dtype=torch.bfloat16, requires_grad=True)
+        q, k, v = (make(shape[0], n, shape[1], size) for n in (heads, groups, groups))
+        mask = torch.ones(length, length, dtype=torch.bool, device=stage.device).tril() if kind == "mask" else None
+
+        def call(q: Tensor = q, k: Tensor = k, v: Tensor = v, mask: Tensor | None = mask, kind: str = kind) -> None:
+            if kind == "joined":
+                outputs = attend_joined(q, k, v, joined)
+            else:
+                settings = {"attn_mask": mask, "is_causal": mask is None, "enable_gqa": True}
+                outputs = F.scaled_dot_product_attention(q, k, v, **settings)
+            torch.autograd.grad(outputs.sum(), (q, k, v))
+
+        if stage.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        seconds = stage.timed(call)
+        facts = {
+            "ms": round(seconds * 1e3, 2),
+            "tflops": round(7 * heads * size * rows * length**2 / seconds / 1e12, 2),
+        }
+        stage.add(row, **facts, **({"peak_mb": round(torch.cuda.max_memory_allocated() / 2**20)} if stage.cuda else {}))
+
+
 def head_gradient(policy: Policy, sequences: Sequences, states: Tensor, *, bf16: bool) -> Tensor:
     """Return the gradient of the head's weights from the mean log-probability of all tokens."""
     tokens, weight = sequences.input_ids[sequences.response_mask], policy.model.get_output_embeddings().weight
@@ -243,11 +282,12 @@ def training(stage: Stage) -> None:
     """Measure training steps with ``speed.py``."""
     systems = ["trainkit", *(["trl"] if importlib.util.find_spec("trl") else [])]
     cases = ((TINY[stage.stage], "S", "", ""),) if stage.tiny else TRAINING[stage.stage]
+    reads = bandwidth(stage)
     for case, model, more, alone in cases:
         own = [alone] if alone else systems
         name = f"{case}, {model}{more.replace('--apart', '').replace('--', ', ')}"
         for part in [[each] for each in own] if "--apart" in more else [own]:
-            if {f"{name}, {system}" for system in part} <= set(stage.known):
+            if {f"{name}, {system}" for system in part} <= stage.known:
                 continue
             arguments = ["--cases", case, "--models", model, "--precision", "bf16", "--steps", "3", "--warmup", "2"]
             arguments += ["--trl-python", sys.executable, "--threads", "1" if stage.tiny else "8", *more.split()]
@@ -259,27 +299,59 @@ def training(stage: Stage) -> None:
                 stage.add(f"{name}, {missing}", failed="see the output")
             for worker in workers:
                 measured = speed.row(options.jobs[0], worker)
-                facts = {key: measured[key] for key in ("seconds", "peak", "before", "phases")}
-                stage.add(f"{name}, {worker.system}", **facts, **speeds(options.jobs[0], facts["seconds"]))
+                facts = {
+                    key: measured[key] for key in ("seconds", "peak", "before", "waits", "phases") if key in measured
+                }
+                facts |= speeds(options.jobs[0], facts["seconds"], least(options.jobs[0], reads))
+                stage.add(f"{name}, {worker.system}", **facts)
 
 
-def speeds(job: speed.Job, seconds: float) -> dict[str, Any]:
-    """Return tokens per second; for SFT also the share of the peak, without operations of recomputation."""
-    work = Work(system="", case=job.case.name, model=job.model, **job.case.fields())
-    if job.case.name == "grpo":
-        return {"response_tokens_per_s": round(work.rows * work.new / seconds)}
+def work_of(case: figures.Case, model: str, system: str = "trainkit", **more: Any) -> Work:
+    """Return the work of a case in bf16."""
+    return Work(system=system, case=case.name, model=model, precision="bf16", **case.fields(), **more)
+
+
+def least(job: speed.Job, bandwidth: float) -> dict[str, float]:
+    """Return the least seconds of a step, if products take the maker's time, and reads of memory the measured one.
+
+    A forward pass counts as one, a backward pass as two, a reference or the log-probabilities before training as one.
+    The prompt of a group is run once. A step of sampling reads the weights, and the keys and values of each row.
+    """
+    work = work_of(job.case, job.model)
+    fields = {name.removeprefix("n_"): value for name, value in work.fields.items()}  # as GPT-2 has them
+    depth = fields.get("num_hidden_layers") or fields["layer"]
+    width = fields.get("hidden_size") or fields["embd"]
+    heads = fields.get("num_attention_heads") or fields["head"]
+    keys = width * fields.get("num_key_value_heads", heads) // heads
+    layer = 2 * width * width + 2 * width * keys + 3 * width * fields.get("intermediate_size", 4 * width)
+    weights, head = depth * layer, width * fields["vocab_size"]
+
+    def passes(tokens: float, pairs: float, read: float) -> float:
+        return (2 * weights * tokens + 2 * head * read + 2 * depth * width * pairs) / PEAK
+
     lengths = [length + 1 for length in work.lengths()]
-    tokens = sum(lengths) * (2 if job.case.name == "dpo" else 1)
-    found: dict[str, Any] = {"tokens_per_s": round(tokens / seconds)}
-    if job.case.name == "sft" and job.model.startswith("Q"):
-        fields = work.fields
-        depth, width, heads = (fields[x] for x in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
-        keys = width * fields["num_key_value_heads"] // heads
-        layer = 2 * width * width + 2 * width * keys + 3 * width * fields["intermediate_size"]
-        products = 2 * (depth * layer + width * fields["vocab_size"]) * tokens
-        attention = 2 * depth * width * sum(length * length for length in lengths)  # half of all pairs
-        found["share_of_peak"] = round(3 * (products + attention) / seconds / PEAK, 4)
-    return found
+    squares = sum(length * length for length in lengths)  # causal: half of all pairs, in two products
+    if work.case != "grpo":
+        times, rows = (4, 2) if work.case == "dpo" else (3, 1)
+        return {"train": rows * times * passes(sum(lengths), squares, sum(lengths))}
+    groups, whole = work.rows // work.samples, work.prompt + work.new
+    tokens = groups * work.prompt + work.rows * work.new
+    pairs = groups * work.prompt**2 + work.rows * (whole**2 - work.prompt**2)
+    cached = 2 * depth * keys * (work.prompt + work.new / 2)
+    sampling = passes(groups * work.prompt, groups * work.prompt**2, groups)
+    step = max(2 * (weights + head + work.rows * cached) / bandwidth, passes(work.rows, 0, work.rows))
+    return {"sample": sampling + work.new * step, "train": 4 * passes(tokens, pairs, work.rows * work.new)}
+
+
+def speeds(job: speed.Job, seconds: float, parts: dict[str, float]) -> dict[str, Any]:
+    """Return tokens per second, the least seconds and the gap to them, offline also the share of the peak."""
+    work, shortest = work_of(job.case, job.model), sum(parts.values())
+    online = job.case.name == "grpo"
+    tokens = work.rows * work.new if online else sum(work.lengths()) + work.rows
+    tokens *= 2 if job.case.name == "dpo" else 1
+    found = {"response_tokens_per_s" if online else "tokens_per_s": round(tokens / seconds)}
+    found |= {"least": round(shortest, 4), "gap": round(seconds / shortest, 2)}
+    return found if online else {**found, "share_of_peak": round(shortest / seconds, 4)}
 
 
 class Watch:
@@ -315,20 +387,25 @@ class Watch:
 
 
 def profiles(stage: Stage) -> None:
-    """Profile a step: its kernels, the time in which the device has work, and the reads of the host."""
-    for name in ("sft",) if stage.tiny else ("sft", "dpo"):
-        case, model = (TINY[name], "S") if stage.tiny else TRAINING[name][0][:2]
-        if (row := f"profile of {case}, {model}") in stage.known:
+    """Profile a step of the three cases furthest from their least time: kernels, what is busy, and what waits."""
+    measured = [*stage.measured, *(json.loads(line) for line in (Path(stage.out) / "gpu.jsonl").open())]
+    gaps = {row["row"]: row["gap"] for row in measured if "gap" in row and row["row"].endswith(", trainkit")}
+    if not gaps:
+        print("no training step has been measured, so none is profiled; run the stages sft, dpo and grpo first")
+    for measured_row in sorted(gaps, key=gaps.__getitem__, reverse=True)[:3]:
+        name = measured_row.removesuffix(", trainkit")
+        if (row := f"profile of {name}") in stage.known:
             continue
-        work = Work("trainkit", name, model, precision="bf16", **figures.Case.read(case).fields())
+        case, model, more = re.fullmatch(r"(.*), ([A-Z]\w*?)(?:, microbatch (\d+))?", name).groups()
+        work = work_of(figures.Case.read(case), model, **({"microbatch": int(more)} if more else {}))
         settings = with_trainkit.settings(work)
         with tempfile.TemporaryDirectory() as run_dir:
             settings["train"] |= {"total_steps": 3, "run_dir": run_dir}
             trainkit.train(
                 work.network(),
                 config=trainkit.TRLConfig.from_dict(settings),
-                tokenizer=work.tokenizer(),
-                callbacks=[Watch(stage, name, row)],
+                tokenizer=work.tokenizer(ends=True),
+                callbacks=[Watch(stage, re.sub(r"\W+", "-", name), row)],
                 **with_trainkit.data(work),
             )
 
@@ -357,6 +434,7 @@ def tests(stage: Stage) -> None:
 RUN: dict[str, Callable[[Stage], None]] = {
     "ceilings": ceilings,
     "probes": probes,
+    "attention": attention,
     "head": head,
     "decode": decode,
     **dict.fromkeys(TRAINING, training),
@@ -365,5 +443,7 @@ RUN: dict[str, Callable[[Stage], None]] = {
 }
 
 if __name__ == "__main__":
-    stage = Stage(**json.loads(sys.argv[1]))
-    RUN[stage.stage](stage)
+    settings = json.loads(sys.argv[1])
+    for name in settings.pop("stages"):
+        stage = Stage(stage=name, **settings)
+        RUN[name](stage)

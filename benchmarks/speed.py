@@ -110,6 +110,8 @@ class Worker:
     log: Path
     steps: list[dict[str, Any]] = field(default_factory=list)
     baseline: float = 0.0
+    waits: int | None = None
+    """How often the host waited for a CUDA device in a step."""
 
     def hear(self) -> dict[str, Any]:
         """Read the worker's next line.
@@ -261,6 +263,7 @@ def in_turn(systems: list[str], job: Job, options: argparse.Namespace, progress:
                 progress.advance(task)
         progress.remove_task(task)
     for worker in workers:
+        worker.waits = next((step["waits"] for step in worker.steps if "waits" in step), None)
         worker.steps = worker.steps[options.warmup :]
     return workers
 
@@ -279,6 +282,7 @@ def row(job: Job, worker: Worker) -> Row:
         "range": [round(min(times), 4), round(max(times), 4)],
         "peak": round(worker.peak, 1),
         "before": round(worker.baseline, 1),
+        **({} if worker.waits is None else {"waits": worker.waits}),
         "phases": {name: round(seconds, 4) for name, seconds in phases.items() if seconds},
     }
 

@@ -10,6 +10,7 @@ import os
 import resource
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -158,7 +159,10 @@ def reward(completions: list[Any] | None = None, outputs: list[str] | None = Non
 
 
 class Turns:
-    """A worker's turns: it waits for the request of a step, and reports seconds by phase and peak memory."""
+    """A worker's turns: it waits for the request of a step, and reports seconds by phase and peak memory.
+
+    Of the second turn, which is not measured, it also reports how often the host waited for a CUDA device.
+    """
 
     def __init__(self, clock: str) -> None:
         self.clock: Callable[[], float] = getattr(time, clock)
@@ -167,6 +171,8 @@ class Turns:
         self.phases: Counter[str] = Counter()
         self.nested: list[float] = []
         self.started = 0.0
+        self.turn = 0
+        self.watched: Any = None
 
     def say(self, **facts: Any) -> None:
         """Write one line to the benchmark."""
@@ -180,12 +186,28 @@ class Turns:
     def end(self) -> None:
         """Report the step, and wait for the next turn."""
         seconds = self._now() - self.started
-        self.say(seconds=seconds, phases={**self.phases, "rest": seconds - sum(self.phases.values())})
+        phases = {**self.phases, "rest": seconds - sum(self.phases.values())}
+        self.say(seconds=seconds, phases=phases, **self._waits())
         self._wait()
+
+    def _waits(self) -> dict[str, int]:
+        """Return how often the host waited in a turn in which that was watched, and stop watching."""
+        if self.watched is None:
+            return {}
+        torch.cuda.set_sync_debug_mode("default")
+        catching, caught = self.watched
+        self.watched = catching.__exit__(None, None, None)
+        return {"waits": sum("synchronizing CUDA operation" in str(each.message) for each in caught)}
 
     def _wait(self) -> None:
         if not sys.stdin.readline():
             sys.exit()
+        self.turn += 1
+        if self.turn == 2 and torch.cuda.is_available():
+            catching = warnings.catch_warnings(record=True)
+            self.watched = catching, catching.__enter__()
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
         self.phases.clear()
         self.started = self._now()
 
