@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.attention import SDPBackend
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -316,6 +316,18 @@ def test_a_model_that_will_be_divided_is_tried_on_the_device_if_it_fits(
     with unloaded.as_trained(unloaded.Trial(torch.device("meta"), divided=True)):
         unloaded.place(model)
     assert model.weight.is_meta is (free > 10)
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_an_attention_without_its_package_says_so(saved: bool, tmp_path: Path) -> None:
+    model: Any = tiny_llama(10)
+    if saved:
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**model)).save_pretrained(tmp_path / "model")
+        model = str(tmp_path / "model")
+    changes = {"model__model_path": model, "model__kwargs": {"attn_implementation": "flash_attention_2"}}
+    trainer = tiny_trainer("sft", tmp_path / "run", **changes)
+    with pytest.raises(ConfigError, match=r"\(model.model_path\) cannot be loaded: FlashAttention2.* Install it"):
+        trainer.models.build()
 
 
 def test_kernels_can_be_deterministic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
