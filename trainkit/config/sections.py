@@ -416,6 +416,10 @@ class TrainConfig(Section):
     """Maximum global norm to which gradients are clipped at every step. None: no clipping."""
     mixed_precision: Literal["no", "bf16", "fp16"] | None = None
     """Autocast of the forward pass, by accelerate. None: `bf16` on an NVIDIA GPU that has products of it, else `no`."""
+    compile: bool = False
+    """Compile each block of the model (`torch.compile`), for any length. The first steps take a minute longer, and all
+    that follow less time on a GPU. Results are the same up to rounding. It is an error where the model does not allow
+    it, or gives other numbers then."""
     deterministic: bool = False
     """Use kernels that give the same bits in every run (`torch.use_deterministic_algorithms`), which are slower on a
     GPU; an operation that has none is an error. It holds for the whole process."""

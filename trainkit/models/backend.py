@@ -61,7 +61,7 @@ def use_fast_exact_matmul(device: torch.device, *, one_library: bool = False) ->
         _set_here = False
     from transformers import AttentionInterface
 
-    AttentionInterface.register("sdpa", _attention)
+    AttentionInterface.register("sdpa", _registered)
     if device.type != "cpu" or one_library or chosen == "high":
         return False
     exact = _medium_is_exact()
@@ -304,6 +304,19 @@ def _attention(
     mask, kwargs = _wide(mask), {name: _wide(value) for name, value in kwargs.items()}  # one may be a bias of positions
     with torch.autocast(query.device.type, enabled=False):
         return by_default_library(attend, query.float(), key.float(), value.float()).to(usual), None
+
+
+_registered = _attention
+
+
+def keep_attention_uncompiled() -> None:
+    """Let compiled code call the attention, and not contain it. It holds for the whole process."""
+    global _registered
+    from transformers import AttentionInterface
+
+    if _registered is _attention:
+        _registered = torch.compiler.disable(_attention)
+    AttentionInterface.register("sdpa", _registered)
 
 
 def _wide(value: Any) -> Any:

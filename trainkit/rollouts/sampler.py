@@ -25,6 +25,7 @@ from trainkit.data import Rollouts, Row, Sequences
 from trainkit.data.pipeline import id_count
 from trainkit.errors import OutOfMemoryError
 from trainkit.functional import allow_logits, penalise_repetition, truncate_logits
+from trainkit.models.compiling import uncompiled
 from trainkit.models.fitting import first_line, out_of_memory, release, rows_that_fit
 from trainkit.models.loading import eos_ids, pad_id
 from trainkit.models.policy import check_logit_mask
@@ -239,7 +240,7 @@ class TokenSampler:
     ) -> Generated:
         draws = uniforms(torch.tensor(seeds, device=self.model.device), settings.max_new_tokens)
         responses = _Responses(self, queries, settings, draws, watch)
-        with packed(self.model):
+        with packed(self.model), uncompiled(self.model):
             if self.fault:
                 _by_generate(self.decoder, queries, responses)
                 return responses.generated(version)

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from trainkit.config import TRLConfig
 from trainkit.errors import ConfigError
 from trainkit.models.adapters import bare
+from trainkit.models.compiling import compile_blocks
 from trainkit.models.fitting import RowLimit
 from trainkit.models.policy import Policy
 from trainkit.models.recomputing import recompute_activations
@@ -89,6 +90,11 @@ class Models:
                 f"optimizer.groups is set, and with train.sharding {entry_name(config.train.sharding)!r} all "
                 "parameters have one learning rate; remove it, or set train.sharding to 'none' or 'fsdp2'"
             )
+        if config.train.compile and parallel.sharding.keeps_sharded:
+            raise ConfigError(
+                f"train.compile is true, and with train.sharding {entry_name(config.train.sharding)!r} blocks are "
+                "gathered when they run, which is not built for compiled ones; set one of the two to its default"
+            )
         optim.check_given(config, optimizer, scheduler, replicated=type(parallel.sharding) is Replicated)
 
     @property
@@ -146,8 +152,20 @@ class Models:
             given=self._given_optimizer,
         )
         compared = [each.policy for each in ([] if reference is None else [reference]) + self.frozen]
+        if self.config.train.compile:
+            for each in dict.fromkeys([policy, *compared]):
+                self._compile(each)
         wrapped, optimizer = self.parallel.sharding.prepare(policy, make, list(dict.fromkeys(compared)))
         self.use(wrapped, optimizer, reference)
+
+    def _compile(self, policy: Any) -> None:
+        model: Any = getattr(policy, "model", None)
+        fault = f"a {type(policy).__name__} has no language model"
+        if hasattr(model, "base_model"):
+            with self.parallel.accelerator.autocast():
+                fault = compile_blocks(model) or ""
+        if fault:
+            raise ConfigError(f"train.compile is true, and the model cannot be compiled: {fault}; remove it")
 
     def use(self, policy: nn.Module, optimizer: Any = None, reference: Any = None) -> None:
         """Use models that are made and prepared already, instead of those that `build` makes."""
