@@ -22,7 +22,8 @@ from tables import table
 from trainkit.data import Sequences
 from trainkit.errors import ConfigError, OutOfMemoryError
 from trainkit.models import fitting, make_policy, policy
-from trainkit.models.recomputing import recompute_activations
+from trainkit.models.recomputing import recompute_activations, recompute_mlps
+from trainkit.models.trunk import find_blocks
 from trainkit.testing import tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
 from trainkit.testing.trainers import tiny_trainer
 from trainkit.trainer.sharding import FSDP2, Replicated
@@ -94,6 +95,37 @@ def test_activations_that_are_computed_again_give_the_same_gradient(case: str, t
     batch = plain.store.experience.map(lambda x: x.double() if x.is_floating_point() else x)
     torch.testing.assert_close(gradient(plain, batch), gradient(again, batch), rtol=1e-10, atol=1e-13)
     assert kept(again, batch) < kept(plain, batch)
+
+
+@table(
+    "name, changes",
+    [
+        ("sft", {"model": tiny_llama(10)}),
+        ("ppo", {"model": tiny_llama(10), "train__share_prompts": False}),
+        ("dpo", {"model": tiny_gpt2(10), "model__peft_config": LORA}),
+        ("rloo", {"model": tiny_llama(10), "train__share_prompts": False, "train__padding_free": True}),
+    ],
+)
+def test_mlps_alone_can_be_computed_again(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    ways: tuple[Any, ...] = (False, "mlp")
+    plain, again = (tiny_trainer(name, tmp_path / str(x), train__gradient_checkpointing=x, **changes) for x in ways)
+    plain.collect()
+    for trainer in (plain, again):
+        trainer.models.build()
+        trainer.policy.double()
+    batch = plain.store.experience.map(lambda x: x.double() if x.is_floating_point() else x)
+    torch.testing.assert_close(gradient(plain, batch), gradient(again, batch), rtol=1e-10, atol=1e-13)
+    assert kept(again, batch) < kept(plain, batch)
+    if again.needs_reference:
+        own, copied = again.unwrapped.model, again.reference.policy.model
+        assert all(block.mlp.forward.__self__ is block.mlp for each in (own, copied) for block in find_blocks(each))
+
+
+def test_models_without_mlps_cannot_compute_them_again(tmp_path: Path) -> None:
+    opt = {"model_type": "opt", "vocab_size": 10, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+           "ffn_dim": 32, "max_position_embeddings": 32, "word_embed_proj_dim": 16}  # fmt: skip
+    with pytest.raises(ConfigError, match="is 'mlp', and the blocks of OPTForCausalLM have no part named mlp"):
+        tiny_trainer("sft", tmp_path, model=opt, train__gradient_checkpointing="mlp").models.build()
 
 
 @pytest.mark.slow
@@ -253,9 +285,11 @@ def test_passes_without_gradient_have_a_limited_number_of_tokens(
     assert max(rows for rows, _ in seen) <= 25 // 5
 
 
-def kept_per_token(fields: dict[str, Any], low: bool) -> float:
+def kept_per_token(fields: dict[str, Any], low: bool, recomputes: Any) -> float:
     """Return the bytes per token that a pass keeps for its backward pass, from two lengths."""
     model = make_policy(AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields)))
+    recompute_mlps(model) if recomputes else None
+    model.train()
     totals = []
     for length in (64, 128):
         kept: dict[int, tuple[int, Tensor]] = {}
@@ -272,13 +306,22 @@ def kept_per_token(fields: dict[str, Any], low: bool) -> float:
     return (totals[1] - totals[0]) / 64
 
 
-@table("kind, inner, low", [("llama", 704, True), ("llama", 704, False), ("qwen2", 1500, True), ("qwen2", 1500, False)])
-def test_the_tokens_that_fit_follow_from_what_a_pass_keeps(kind: str, inner: int, low: bool) -> None:
+@table(
+    "kind, inner, low, recomputes",
+    [
+        (*each, low, again)
+        for each in (("llama", 704), ("qwen2", 1500))
+        for low in (True, False)
+        for again in (False, "mlp")
+    ],
+)
+def test_the_tokens_that_fit_follow_from_what_a_pass_keeps(kind: str, inner: int, low: bool, recomputes: Any) -> None:
     sizes = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": inner}
     fields = {"model_type": kind, "vocab_size": 64, "hidden_size": 256, **sizes}
     room = 1e9
-    tokens = fitting.tokens_that_fit(AutoConfig.for_model(**fields), room, low=low, recomputes=False)
-    assert room / tokens == pytest.approx(kept_per_token(fields, low), rel=0.15)
+    tokens = fitting.tokens_that_fit(AutoConfig.for_model(**fields), room, low=low, recomputes=recomputes)
+    beside = inner * (8 if low else 16) * (recomputes == "mlp")  # while it is computed again
+    assert room / tokens - beside == pytest.approx(kept_per_token(fields, low, recomputes), rel=0.15)
 
 
 def test_micro_batches_and_sampling_are_sized_by_the_memory_of_the_device(

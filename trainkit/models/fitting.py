@@ -42,24 +42,27 @@ def memory_of(device: torch.device) -> int | None:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
-def tokens_that_fit(config: Any, room: float, *, low: bool, recomputes: bool) -> int | None:
+def tokens_that_fit(config: Any, room: float, *, low: bool, recomputes: bool | str) -> int | None:
     """Return for about how many tokens a backward pass has memory; None if the configuration does not say.
 
     Of each token, a layer keeps its states and those of its MLP: 32 bytes per number of the hidden state and 8 of the
-    MLP's in 16 bits, and 1.6 times as many in float32, as is measured for Qwen2 and Llama.
+    MLP's in 16 bits, 40 and 16 in float32, as is measured for Qwen2 and Llama.
 
     Args:
         config: transformers' configuration of the model.
         room: the bytes for the states that are kept.
         low: whether the model is run in 16 bits.
-        recomputes: whether layers keep their inputs alone.
+        recomputes: whether layers keep their inputs alone; ``"mlp"``: whether their MLPs do.
     """
     text = config.get_text_config()
     width, layers = getattr(text, "hidden_size", None), getattr(text, "num_hidden_layers", None)
     if not width or not layers:
         return None
-    layer = (32 * width + 8 * (getattr(text, "intermediate_size", None) or 4 * width)) * (1 if low else 1.6)
-    token = 4 * width * layers + layer if recomputes else layer * layers
+    inner = getattr(text, "intermediate_size", None) or 4 * width
+    attention, mlp = (32 * width, 8 * inner) if low else (40 * width, 16 * inner)
+    token = layers * (attention + mlp)
+    if recomputes:  # beside what is kept, a block, or an MLP, is computed again
+        token = layers * attention + mlp if recomputes == "mlp" else layers * 4 * width + attention + mlp
     return max(int(room / token), 1)
 
 

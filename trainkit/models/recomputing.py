@@ -1,12 +1,16 @@
-"""Activation checkpointing: blocks whose activations are computed again in the backward pass, and not kept."""
+"""Activation checkpointing: blocks or MLPs whose activations are computed again in the backward pass, and not kept."""
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from trainkit.errors import ConfigError
+from trainkit.models.trunk import find_blocks
 
 ENABLE = ("activation_checkpointing_enable", "gradient_checkpointing_enable", "enable_gradient_checkpointing")
 """Methods that switch it on: of transformers, of transformers before 5.23, and of diffusers."""
@@ -33,6 +37,33 @@ def recompute_activations(model: nn.Module) -> None:
             each.disable_input_require_grads()
     if not models:
         raise ConfigError(_unsupported(type(model).__name__, "it contains no model of transformers or diffusers"))
+
+
+def recompute_mlps(model: nn.Module) -> None:
+    """Let the MLPs of a language model's blocks keep only their inputs for the backward pass, in training mode.
+
+    They keep most of what a block keeps, and take less than half of its arithmetic.
+
+    Raises:
+        ConfigError: the blocks, or their MLPs, are not found.
+    """
+    network: Any = getattr(model, "model", None)
+    blocks = find_blocks(network) if hasattr(network, "base_model") else None
+    mlps: list[Any] = [getattr(block, "mlp", None) for block in blocks or ()]
+    if not mlps or None in mlps:
+        raise ConfigError(
+            f"train.gradient_checkpointing is 'mlp', and the blocks of {type(network or model).__name__} have no part "
+            "named mlp; set it to true, which keeps the inputs of whole blocks alone"
+        )
+    for mlp in mlps:
+        mlp.forward = MethodType(_again, mlp)  # a copy of the module gets a method of its own
+
+
+def _again(mlp: Any, *args: Any, **kwargs: Any) -> Any:
+    forward = type(mlp).forward
+    if not (mlp.training and torch.is_grad_enabled()):
+        return forward(mlp, *args, **kwargs)
+    return checkpoint(forward, mlp, *args, use_reentrant=False, **kwargs)
 
 
 def _outermost(model: nn.Module) -> list[Any]:

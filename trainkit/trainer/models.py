@@ -18,7 +18,7 @@ from trainkit.models.adapters import bare
 from trainkit.models.compiling import compile_blocks
 from trainkit.models.fitting import RowLimit
 from trainkit.models.policy import Policy
-from trainkit.models.recomputing import recompute_activations
+from trainkit.models.recomputing import recompute_activations, recompute_mlps
 from trainkit.models.reference import Frozen
 from trainkit.models.unloaded import Trial, as_trained, loaded_by_one
 from trainkit.plugins.hooks import entry_name
@@ -118,8 +118,8 @@ class Models:
     def _loaded(self) -> Any:
         with global_rng(self.config.train.seed, "model", device=self.parallel.device), self.as_trained():
             policy = self._make_policy(self.config)
-        if self.config.train.gradient_checkpointing:
-            recompute_activations(policy)
+        if recomputed := self.config.train.gradient_checkpointing:
+            (recompute_mlps if recomputed == "mlp" else recompute_activations)(policy)
         if isinstance(policy, Policy):
             policy.row_limit = self.row_limit
         self._finish(policy)

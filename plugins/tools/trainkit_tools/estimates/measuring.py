@@ -339,7 +339,7 @@ def _as_run(trainer: Any, lengths: Lengths, rows: int | None = None) -> Lengths:
 def _can_share(trainer: Any) -> bool:
     """Return whether prompts can be shared, as far as it is known without the passes of `Policy.why_not_shared`."""
     policy, train = trainer.unwrapped, trainer.config.train
-    if train.share_prompts is False or train.gradient_checkpointing or not trainer.sharing.has_common_prompts:
+    if train.share_prompts is False or train.gradient_checkpointing is True or not trainer.sharing.has_common_prompts:
         return False
     if not isinstance(policy, CausalPolicy) or policy.has_trunk or policy.critic is not None:
         return False
