@@ -257,6 +257,7 @@ if __name__ == "__main__":
     print("ids", answer.ids)
     made.learn()
     assert made.progress.step == 6
+    assert not [*made.sampling.engine.directory.glob("weights-*")], "weights are copied from memory, without files"
     made.sample(made.pipeline.take(0, 2))
     made.sampling.engine._check_logprobs(0, made.unwrapped.model)
     made.sampling.engine.close()

@@ -23,7 +23,7 @@ from trainkit.errors import ConfigError, EngineError
 from trainkit.models import has_adapter
 from trainkit.rollouts import Engine, Generated, Request, ServedModel, Weights
 from trainkit_vllm.client import Answer, DiedError, Server
-from trainkit_vllm.exports import check_adapter, compare, write_adapter, write_model, write_weights
+from trainkit_vllm.exports import check_adapter, compare, named_weights, write_adapter, write_model, write_weights
 from trainkit_vllm.inprocess import InProcess
 from trainkit_vllm.launch import Started, installed
 from trainkit_vllm.worker import shapes_in
@@ -219,7 +219,9 @@ class VLLMEngine(Engine):
     # ----------------------------------------------------------------------------------------------------- weights
 
     def load(self, weights: Weights) -> None:
-        """Write ``weights`` into files, compare names and shapes with those of the servers, and load them.
+        """Compare names and shapes of ``weights`` with those of the servers, and load them.
+
+        Servers, and adapters, read them from files; vLLM in this process copies tensors from memory to memory.
 
         Raises:
             EngineError: they do not fit, nothing is loaded then; or the servers compute other log-probabilities.
@@ -228,13 +230,19 @@ class VLLMEngine(Engine):
         self.loads += 1
         tag = f"{self.run}-{self.loads}-{weights.version}"
         files = self.directory / f"weights-{self.loads}"
-        try:
-            self._write(given, files)
-        except EngineError:
-            shutil.rmtree(files, ignore_errors=True)
-            raise
+        here = None if self.adapter else self.local
+        if here is not None:
+            tensors = named_weights(self.served.model, given)
+            self._compare({name: list(tensor.shape) for name, tensor in tensors.items()})
+            here.load_tensors(tensors, tag)
+        else:
+            try:
+                self._write(given, files)
+            except EngineError:
+                shutil.rmtree(files, ignore_errors=True)
+                raise
         before, self.loaded, self.version = self.loaded, (files, tag), weights.version
-        for index in range(len(self._places)):
+        for index in range(len(self._places)) if here is None else ():
             self._alive(index, self._load)
         if before is not None:
             shutil.rmtree(before[0], ignore_errors=True)
@@ -254,7 +262,9 @@ class VLLMEngine(Engine):
             whole = {k: x.full_tensor() if hasattr(x, "full_tensor") else x for k, x in model.state_dict().items()}
             given = {**whole, **given}
         write_weights(model, given, files)
-        shapes = shapes_in(files)
+        self._compare(shapes_in(files))
+
+    def _compare(self, shapes: Mapping[str, list[int]]) -> None:
         for place, known in zip(self._places, self.known, strict=True):
             compare(shapes, known["shapes"], str(place))
 

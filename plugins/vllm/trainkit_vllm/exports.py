@@ -66,15 +66,20 @@ def write_model(served: Any, directory: Path) -> None:
     served.tokenizer.save_pretrained(directory)
 
 
-def write_weights(model: Any, tensors: Mapping[str, Tensor], directory: Path) -> None:
-    """Write ``tensors``, named as in the model's ``state_dict``, under the names that a checkpoint has.
+def named_weights(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return ``tensors``, named as in the model's ``state_dict``, under the names that a checkpoint has.
 
-    This is what the model's ``save_pretrained`` does, which writes nothing on other processes than the first.
+    They are those that the model's ``save_pretrained`` writes, on all processes.
     """
     named = revert_weight_conversion(model, remove_tied_weights_from_state_dict(dict(tensors), model))
+    return {name: tensor.detach() for name, tensor in named.items()}
+
+
+def write_weights(model: Any, tensors: Mapping[str, Tensor], directory: Path) -> None:
+    """Write ``tensors``, named as in the model's ``state_dict``, under the names that a checkpoint has."""
     directory.mkdir(parents=True, exist_ok=True)
     save_file(
-        {name: tensor.detach().contiguous().cpu() for name, tensor in named.items()},
+        {name: tensor.contiguous().cpu() for name, tensor in named_weights(model, tensors).items()},
         directory / "model.safetensors",
         metadata={"format": "pt"},
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trainkit.errors import EngineError
 from trainkit_vllm.client import ADAPTER, Answer
@@ -58,19 +59,28 @@ class InProcess:
         return found
 
     def load(self, directory: Path, tag: str, adapter: bool) -> None:
-        """Load the weights or the adapter in ``directory``, and call them ``tag``.
+        """Load the adapter in ``directory``, and call it ``tag``; weights are loaded by `load_tensors`."""
+        assert adapter
+        from vllm.lora.request import LoRARequest  # type: ignore[import-not-found, unused-ignore]
+
+        with self._loading(tag):
+            self.llm.llm_engine.add_lora(LoRARequest(ADAPTER, 1, str(directory), load_inplace=True))
+            self.adapter = LoRARequest(ADAPTER, 1, str(directory))
+
+    def load_tensors(self, tensors: Mapping[str, Tensor], tag: str) -> None:
+        """Load weights from the memory of this process, or of its GPU, without files, and call them ``tag``."""
+        with self._loading(tag):
+            self.llm.collective_rpc("trainkit_load_tensors", args=(tensors,))
+
+    @contextmanager
+    def _loading(self, tag: str) -> Iterator[None]:
+        """Tag what is loaded in the block.
 
         Raises:
             EngineError: the prefix cache may hold what the earlier weights computed.
         """
         with _own_generator():
-            if adapter:
-                from vllm.lora.request import LoRARequest  # type: ignore[import-not-found, unused-ignore]
-
-                self.llm.llm_engine.add_lora(LoRARequest(ADAPTER, 1, str(directory), load_inplace=True))
-                self.adapter = LoRARequest(ADAPTER, 1, str(directory))
-            else:
-                self.llm.collective_rpc("trainkit_load", args=(str(directory),))
+            yield
         self.llm.update_weight_version(tag)
         if not self.llm.reset_prefix_cache():
             raise EngineError(f"the engine {self} did not clear its prefix cache after new weights were loaded")

@@ -1,4 +1,4 @@
-"""What runs inside vLLM's workers: log-probabilities at the sampling temperature, and loading of weights from files.
+"""What runs inside vLLM's workers: log-probabilities at the sampling temperature, and loading of weights.
 
 vLLM imports this module by its name (``--worker-extension-cls trainkit_vllm.worker.WorkerExtension``) and adds the
 methods of the class to its worker. They are called over HTTP by ``/collective_rpc``, or by ``LLM.collective_rpc``.
@@ -6,7 +6,7 @@ methods of the class to its worker. They are called over HTTP by ``/collective_r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,11 @@ class WorkerExtension:
         """Load the tensors of the safetensors files in ``directory``; other tensors keep their values."""
         worker: Any = self
         worker.reload_weights(weights_iterator=_tensors(Path(directory)))
+
+    def trainkit_load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load tensors of this process, which stay where they are; others keep their values."""
+        worker: Any = self
+        worker.reload_weights(weights_iterator=iter(tensors.items()))
 
 
 def _at_temperature(sampler: Any) -> None:
