@@ -136,10 +136,12 @@ TABLE = (
     Part("ppo-frozen:32x1,32+64", ("M",), backends=("default",)),
     Part("rft:8x4,32+64", backends=("default",)),
     Part("sft:8x256"),
+    Part("sft:8x256", ("M",), ("bf16",), ("default",)),
     Part("sft:8x32..256"),
     Part("sft:8x256", ("M50k",), backends=("default",)),
     Part("reward:8x32..256"),
     Part("dpo:8x32..256"),
+    Part("dpo:8x32..256", ("M",), ("bf16",), ("default",)),
     Part("dpo-3:8x32..256"),
     Part("ilql:8x32..256", backends=("default",)),
 )

@@ -48,11 +48,16 @@ TRAINING: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("sft:8x512..2048", "Q05", "", "trainkit-padded"),
         ("sft:8x512..2048", "Q15", "--apart", ""),
     ),
-    "dpo": (("dpo:8x256..1024", "Q05", "", ""), ("dpo:8x256..1024", "Q05", "", "trainkit-padded")),
+    "dpo": (
+        ("dpo:8x256..1024", "Q05", "", ""),
+        ("dpo:8x256..1024", "Q05", "", "trainkit-padded"),
+        ("dpo:8x256..1024", "Q15", "--apart", ""),
+    ),
     "grpo": (
         ("grpo:16x8,512+256", "Q05", "--microbatch 16", ""),
         ("grpo:16x8,512+256", "Q05", "", "trainkit"),
         ("grpo:16x8,512+256", "Q05", "", "trainkit-padded"),
+        ("grpo:16x8,512+256", "Q15", "--microbatch 16 --apart", ""),
     ),
 }
 """The training steps of a stage: case, model, options of ``speed.py``, and the system, if it is one alone."""
@@ -173,10 +178,24 @@ def probes(stage: Stage) -> None:
         cases = [(kind, length) for kind in ("causal", "mask", "mask gqa") for length in (64, 128, 192, 256, 320)]
         wrong = [f"{kind} {length}" for kind, length in cases if not attend("cuda", torch.bfloat16, kind, length)]
         stage.add(f"gradients of attention in bf16 that are not finite, cuDNN {'on' if cudnn else 'off'}", cases=wrong)
+    stage.add("FlashAttention", **{f"version_{version}": flash(stage, version) for version in (2, 3)})
     if importlib.util.find_spec("torch.nn.attention.varlen"):
         from torch.nn.attention.varlen import varlen_attn
 
         stage.add("varlen_attn", signature=str(inspect.signature(varlen_attn)))
+
+
+def flash(stage: Stage, version: int) -> str:
+    """Return whether a policy passes its checks with a version of FlashAttention, on this device in bf16."""
+    policy = make_policy(network("S" if stage.tiny else "Q05", stage.device, use_cache=False))
+    try:
+        policy.model.set_attn_implementation(f"flash_attention_{version}")
+        with torch.autocast(stage.device, torch.bfloat16):
+            chosen = make_policy(policy.model)
+            fault = chosen.why_not_shared() or ("padding has to be masked" if chosen.needs_mask else "")
+    except (ImportError, RuntimeError, ValueError) as error:
+        fault = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return fault or "passes"
 
 
 def attention(stage: Stage) -> None:
@@ -273,6 +292,7 @@ def decode(stage: Stage) -> None:
         cached = 2 * config.num_hidden_layers * heads * config.hidden_size // config.num_attention_heads  # of a token
         least = 2 * (numbers + rows * (prompt + new / 2) * cached) / bandwidth(stage)
         facts = {"ms": round(step * 1e3, 2), "least_ms": round(least * 1e3, 2), "tokens_per_s": round(rows / step)}
+        facts["share_of_peak"] = round(2 * numbers * rows / step / PEAK, 4)
         if stage.cuda:
             facts["peak_mb"] = round(torch.cuda.max_memory_allocated() / 2**20)
         stage.add(row, **facts, graphs=sampler.decoder.graphed)
@@ -285,7 +305,7 @@ def training(stage: Stage) -> None:
     reads = bandwidth(stage)
     for case, model, more, alone in cases:
         own = [alone] if alone else systems
-        name = f"{case}, {model}{more.replace('--apart', '').replace('--', ', ')}"
+        name = f"{case}, {model}{more.replace('--apart', '').rstrip().replace('--', ', ')}"
         for part in [[each] for each in own] if "--apart" in more else [own]:
             if {f"{name}, {system}" for system in part} <= stage.known:
                 continue
@@ -312,7 +332,9 @@ def work_of(case: figures.Case, model: str, system: str = "trainkit", **more: An
 
 
 def least(job: speed.Job, bandwidth: float) -> dict[str, float]:
-    """Return the least seconds of a step, if products take the maker's time, and reads of memory the measured one.
+    """Return the least seconds of the products of a step, by the maker's figure, and those of the step.
+
+    Reads of memory take the time that is measured.
 
     A forward pass counts as one, a backward pass as two, a reference or the log-probabilities before training as one.
     The prompt of a group is run once. A step of sampling reads the weights, and the keys and values of each row.
@@ -333,25 +355,28 @@ def least(job: speed.Job, bandwidth: float) -> dict[str, float]:
     squares = sum(length * length for length in lengths)  # causal: half of all pairs, in two products
     if work.case != "grpo":
         times, rows = (4, 2) if work.case == "dpo" else (3, 1)
-        return {"train": rows * times * passes(sum(lengths), squares, sum(lengths))}
+        products = rows * times * passes(sum(lengths), squares, sum(lengths))
+        return {"products": products, "least": products}
     groups, whole = work.rows // work.samples, work.prompt + work.new
     tokens = groups * work.prompt + work.rows * work.new
     pairs = groups * work.prompt**2 + work.rows * (whole**2 - work.prompt**2)
     cached = 2 * depth * keys * (work.prompt + work.new / 2)
     sampling = passes(groups * work.prompt, groups * work.prompt**2, groups)
     step = max(2 * (weights + head + work.rows * cached) / bandwidth, passes(work.rows, 0, work.rows))
-    return {"sample": sampling + work.new * step, "train": 4 * passes(tokens, pairs, work.rows * work.new)}
+    training = 4 * passes(tokens, pairs, work.rows * work.new)
+    products = training + passes(tokens, pairs, work.rows * work.new)
+    return {"products": products, "least": training + sampling + work.new * step}
 
 
-def speeds(job: speed.Job, seconds: float, parts: dict[str, float]) -> dict[str, Any]:
-    """Return tokens per second, the least seconds and the gap to them, offline also the share of the peak."""
-    work, shortest = work_of(job.case, job.model), sum(parts.values())
+def speeds(job: speed.Job, seconds: float, shortest: dict[str, float]) -> dict[str, Any]:
+    """Return tokens per second, the share of the peak, the least seconds and the gap to them."""
+    work = work_of(job.case, job.model)
     online = job.case.name == "grpo"
     tokens = work.rows * work.new if online else sum(work.lengths()) + work.rows
     tokens *= 2 if job.case.name == "dpo" else 1
     found = {"response_tokens_per_s" if online else "tokens_per_s": round(tokens / seconds)}
-    found |= {"least": round(shortest, 4), "gap": round(seconds / shortest, 2)}
-    return found if online else {**found, "share_of_peak": round(shortest / seconds, 4)}
+    found |= {"least": round(shortest["least"], 4), "gap": round(seconds / shortest["least"], 2)}
+    return {**found, "share_of_peak": round(shortest["products"] / seconds, 4)}
 
 
 class Watch:

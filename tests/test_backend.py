@@ -293,13 +293,13 @@ def test_a_policy_is_checked_in_the_precision_of_training_too(
     precision: str, name: str, changes: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a kernel that in 16 bits attends to tokens that come later."""
-    right = backend._attention
+    right = backend._registered
 
     def wrong(module: Any, query: torch.Tensor, *rest: Any, **kwargs: Any) -> Any:
         outputs, weights = right(module, query, *rest, **kwargs)
         return outputs + outputs.mean(1, keepdim=True) if torch.is_autocast_enabled("cpu") else outputs, weights
 
-    monkeypatch.setattr(backend, "_attention", wrong)
+    monkeypatch.setattr(backend, "_registered", wrong)
     trainer = tiny_trainer(name, tmp_path, model=tiny_llama(10), train__mixed_precision=precision, **changes)
     with pytest.raises(ConfigError, match=said) if precision == "bf16" else nullcontext():
         trainer.models.build()
@@ -325,7 +325,9 @@ def test_an_attention_without_its_package_says_so(saved: bool, tmp_path: Path) -
         AutoModelForCausalLM.from_config(AutoConfig.for_model(**model)).save_pretrained(tmp_path / "model")
         model = str(tmp_path / "model")
     changes = {"model__model_path": model, "model__kwargs": {"attn_implementation": "flash_attention_2"}}
-    trainer = tiny_trainer("sft", tmp_path / "run", **changes)
+    with pytest.raises(ConfigError, match="'flash_attention_2', which computes in 16 bits, and the run"):
+        tiny_trainer("sft", tmp_path / "run", **changes)
+    trainer = tiny_trainer("sft", tmp_path / "run", train__mixed_precision="bf16", **changes)
     with pytest.raises(ConfigError, match=r"\(model.model_path\) cannot be loaded: FlashAttention2.* Install it"):
         trainer.models.build()
 

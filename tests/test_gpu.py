@@ -258,6 +258,24 @@ def test_a_resumed_run_goes_on_as_one_that_was_not_stopped(tmp_path: Path) -> No
         torch.testing.assert_close(weights(resumed)[key], tensor, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("name", ["ppo", "rloo", "sft"])
+def test_a_deterministic_run_resumes_bit_equal(name: str, precision: str, tmp_path: Path) -> None:
+    changes = {"train__deterministic": True, "train__mixed_precision": precision, "rollout__top_p": 0.9}
+    settings = {**changes, "train__save_interval": 3, "train__resume": "auto"}
+    try:
+        straight = tiny_trainer(name, tmp_path / "straight", **settings)
+        straight.learn()
+        tiny_trainer(name, tmp_path / "run", **settings, train__total_steps=3).learn()
+        resumed = tiny_trainer(name, tmp_path / "run", **settings)
+        resumed.learn()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for key, tensor in weights(straight).items():
+        assert torch.equal(weights(resumed)[key], tensor), key
+
+
 def fsdp2_of_one(name: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch, backend: str) -> Any:
     """A trainer that divides its model among one process."""
     with socket.socket() as found:

@@ -164,12 +164,28 @@ def test_the_log_probabilities_of_the_likeliest_tokens_are_compared_too(dtype: t
     assert not decoding._difference_of_steps(expected * (1 + size / 2), expected, size)
 
 
+def during_a_capture() -> RuntimeError:
+    """The error at the end of a capture during which memory did not suffice."""
+    error = RuntimeError("CUDA error: operation failed due to a previous error during capture")
+    error.__context__ = torch.OutOfMemoryError("CUDA out of memory")
+    return error
+
+
+@table(
+    "fault, said",
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), "CUDA out of memory"),
+        (RuntimeError("CUDA error: out of memory"), "CUDA error: out of memory"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), "CUDA error: CUBLAS_STATUS_ALLOC_FAILED"),
+        (during_a_capture(), "CUDA error: operation failed"),
+    ],
+)
 def test_rows_without_memory_for_a_graph_make_their_own_steps_and_others_are_replayed(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fault: Exception, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = make(tiny_llama(SIZE))
     found, alone = CausalSampler(model, TOKENIZER), without_graphs(CausalSampler(model, TOKENIZER))
-    play, faults = decoding.FixedStep.play, [torch.OutOfMemoryError("CUDA out of memory")]
+    play, faults = decoding.FixedStep.play, [fault]
 
     def scarce(step: Any, last: torch.Tensor, lengths: torch.Tensor, width: int) -> Any:
         if faults:
@@ -180,7 +196,7 @@ def test_rows_without_memory_for_a_graph_make_their_own_steps_and_others_are_rep
     with caplog.at_level("INFO", "trainkit"):
         assert sample(found, EVEN).ids == sample(alone, EVEN).ids
     assert found.decoder.graphed is True, "as soon as there are fewer rows"  # type: ignore[attr-defined]
-    assert "are not replayed as graphs: CUDA out of memory" in caplog.text
+    assert f"are not replayed as graphs: {said}" in caplog.text
 
 
 @table("fields, units", [(tiny_gpt2(SIZE), True), (tiny_llama(SIZE), False)])

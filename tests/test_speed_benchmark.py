@@ -106,7 +106,7 @@ def test_every_stage_of_a_gpu_runs_on_a_cpu_and_is_not_run_again(tmp_path: Path)
     assert names >= {*kernels, "sft", "dpo", "grpo", *(f"profile of {each}" for each in ("sft", "dpo", "grpo")), "kit"}
     steps = [row for row in rows if "gap" in row]
     assert len(steps) >= 3
-    assert all(row["gap"] > 1 for row in steps)
+    assert all(row["gap"] > 0 for row in steps)
     assert not [row for row in rows if "failed" in row or row.get("broken")]
     run("gpu.py", *tiny)
     assert len((tmp_path / "gpu.jsonl").read_text().splitlines()) == len(rows)

@@ -380,12 +380,28 @@ def truncate_logits(logits: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p
         logits = logits.masked_fill(logits < kth, -torch.inf)
     if top_p < 1.0:
         ordered, order = logits.sort(-1, descending=True)
-        before = F.pad(ordered.softmax(-1).cumsum(-1)[..., :-1], (1, 0))  # mass of the tokens ahead of each
+        before = F.pad(running_sums(ordered.softmax(-1))[..., :-1], (1, 0))  # mass of the tokens ahead of each
         drop = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before >= top_p)
         logits = logits.masked_fill(drop, -torch.inf)
     if min_p > 0.0:
         logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(min_p), -torch.inf)
     return logits
+
+
+def running_sums(values: Tensor) -> Tensor:
+    """Return the sums of each row up to each of its columns, with the same bits in every run. [B, T] -> [B, T].
+
+    On a CUDA device torch adds several rows in one order, and a single row in an order that varies. After
+    `torch.use_deterministic_algorithms` it refuses both.
+    """
+    if not values.is_cuda:
+        return values.cumsum(-1)
+    chosen, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        return (values.expand(2, -1) if values.size(0) == 1 else values).cumsum(-1)[: values.size(0)]
+    finally:
+        torch.use_deterministic_algorithms(chosen, warn_only=warns)
 
 
 def penalise_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:

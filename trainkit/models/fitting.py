@@ -17,8 +17,14 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-ON_CPU = ("DefaultCPUAllocator: can't allocate memory", "std::bad_alloc", "could not create a primitive")
-"""What messages of a `RuntimeError` say if the memory of the CPU does not suffice; the last one is oneDNN's."""
+SAID = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "std::bad_alloc",
+    "could not create a primitive",  # of oneDNN
+    "CUDA error: out of memory",
+    "_STATUS_ALLOC_FAILED",  # of cuBLAS and cuDNN
+)
+"""What messages of a `RuntimeError` say if memory does not suffice."""
 ADVICE = (
     "Set train.gradient_checkpointing to true, shorten sequences (train.seq_length, rollout.max_new_tokens), train an "
     "adapter (model.peft_config), or divide the model among processes (train.sharding); trainkit estimate CONFIG says "
@@ -27,10 +33,12 @@ ADVICE = (
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory does not suffice, on an accelerator or on the CPU."""
+    """Return whether an error, or one during which it was raised, says that memory does not suffice."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in ON_CPU)
+    if isinstance(error, RuntimeError) and any(text in str(error) for text in SAID):
+        return True
+    return error.__context__ is not None and out_of_memory(error.__context__)
 
 
 STATES, CACHE = 0.8, 0.3

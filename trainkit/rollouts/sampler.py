@@ -24,7 +24,7 @@ from trainkit.config import SamplingConfig
 from trainkit.data import Rollouts, Row, Sequences
 from trainkit.data.pipeline import id_count
 from trainkit.errors import OutOfMemoryError
-from trainkit.functional import allow_logits, penalise_repetition, truncate_logits
+from trainkit.functional import allow_logits, penalise_repetition, running_sums, truncate_logits
 from trainkit.models.compiling import uncompiled
 from trainkit.models.fitting import first_line, out_of_memory, release, rows_that_fit
 from trainkit.models.loading import eos_ids, pad_id
@@ -458,7 +458,7 @@ class _TokenDistribution:
         """Sample one token per row by inverse-transform sampling at ``uniforms`` [b]; greedy at temperature 0. [b]."""
         if temperature == 0:
             return self.scores.argmax(-1)
-        mass = self.weights.cumsum(-1)
+        mass = running_sums(self.weights)
         at = uniforms.unsqueeze(-1) * mass[:, -1:]
         token = torch.searchsorted(mass, at, right=True).clamp_(max=mass.size(-1) - 1)
         possible = self.weights.gather(-1, token) > 0

@@ -90,6 +90,13 @@ class Models:
                 f"optimizer.groups is set, and with train.sharding {entry_name(config.train.sharding)!r} all "
                 "parameters have one learning rate; remove it, or set train.sharding to 'none' or 'fsdp2'"
             )
+        attention = config.model.kwargs.get("attn_implementation")
+        whole = config.model.dtype == "float32" and parallel.accelerator.mixed_precision == "no"
+        if whole and isinstance(attention, str) and attention.startswith("flash_attention"):
+            raise ConfigError(
+                f"model.kwargs.attn_implementation is {attention!r}, which computes in 16 bits, and the run computes "
+                "in float32; set train.mixed_precision to bf16, or model.dtype to bfloat16"
+            )
         if config.train.compile and parallel.sharding.keeps_sharded:
             raise ConfigError(
                 f"train.compile is true, and with train.sharding {entry_name(config.train.sharding)!r} blocks are "

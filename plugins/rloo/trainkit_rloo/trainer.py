@@ -18,6 +18,7 @@ from trainkit.functional import (
     masked_sum,
     penalise_truncated,
     place_scores,
+    running_sums,
     zero_masked,
 )
 from trainkit.metrics import Mean, Metrics
@@ -113,7 +114,7 @@ class RLOOTrainer(AccelerateRLTrainer[RLOOConfig]):
         if self.method.ratio_level == "sequence":
             weights = masked_sum(x.weights, mask, dim=1) / mask.sum(1)  # one for the whole response
             return RLOORows(x.sequences, x.logprobs, advantages * weights)
-        past = penalty.cumsum(1) - penalty if self.method.kl_level == "token" else torch.zeros_like(penalty)
+        past = running_sums(penalty) - penalty if self.method.kl_level == "token" else torch.zeros_like(penalty)
         return RLOOBatch(x.sequences, x.logprobs, zero_masked((advantages.unsqueeze(1) - past) * x.weights, mask))
 
     def loss(self, batch: RLOOBatch) -> tuple[Tensor, Metrics]:
