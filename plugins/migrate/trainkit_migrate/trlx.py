@@ -127,7 +127,7 @@ def implied(config: Settings, context: Context) -> Settings:
         context: the configuration of trlX.
     """
     own: Settings = {"train.max_grad_norm": None}
-    usual = {
+    usual: dict[str, Settings] = {
         "seed": {"train.seed": 1000},
         "checkpoint_dir": {"train.run_dir": "ckpts"},
         "save_best": {"train.save_best": _method(context) in ONLINE},

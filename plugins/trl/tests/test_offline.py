@@ -471,9 +471,11 @@ def test_every_argument_has_a_place() -> None:
 
 def test_a_run_resumes_where_it_was_saved(tmp_path: Path) -> None:
     model, tokenizer = made()
-    DPOTrainer(
-        model, args=arguments(tmp_path, save_strategy="steps", save_steps=2), train_dataset=PAIRS, tokenizer=tokenizer
-    ).train()
+    saving = arguments(tmp_path, save_strategy="steps", save_steps=2)
+    first = DPOTrainer(model, args=saving, train_dataset=PAIRS, tokenizer=tokenizer)
+    with pytest.raises(ConfigError, match="has no checkpoint to resume from; leave resume_from_checkpoint out"):
+        first.train(resume_from_checkpoint=True)
+    first.train()
     model, _ = made()
     longer = arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=6, lr_scheduler_type="constant")
     again = DPOTrainer(model, args=longer, train_dataset=PAIRS, tokenizer=tokenizer)

@@ -179,7 +179,7 @@ class OfflineTrainer(Calling):
         elif tokenizer is None:
             tokenizer = tokenizer_of(model)
         self.check_called(config, model)
-        self._trackers, left = take_trackers(config.train.trackers)
+        self._trackers, left = take_trackers(config.train.trackers, self._log_names)
         config = config.evolve(train={"trackers": left})
         self.trainer = self.trainer_class()(
             config,
@@ -188,7 +188,8 @@ class OfflineTrainer(Calling):
             callbacks=[self._log, *self._callbacks, *self._trackers],
             **live,
         )
-        self.tokenizer, self._args_read = self.trainer.tokenizer, dict(vars(self.args))
+        vars(self)["tokenizer"] = self.trainer.tokenizer
+        self.keep_settings()
         if self.truncated:
             self.trainer.text.shape = truncation(
                 {**vars(self.args), **given},
@@ -328,7 +329,7 @@ class OfflineTrainer(Calling):
 
     @optimizer.setter
     def optimizer(self, value: Any) -> None:
-        self._own["optimizer"] = value
+        self._set_own("optimizer", "create_optimizer", value)
 
     @property
     def lr_scheduler(self) -> Any:
@@ -337,7 +338,14 @@ class OfflineTrainer(Calling):
 
     @lr_scheduler.setter
     def lr_scheduler(self, value: Any) -> None:
-        self._own["lr_scheduler"] = value
+        self._set_own("lr_scheduler", "create_scheduler", value)
+
+    def _set_own(self, name: str, method: str, value: Any) -> None:
+        if not self.overrides(method):
+            raise ConfigError(
+                f"{name} of {type(self).__name__} would not be used; give optimizers, or override {method}"
+            )
+        self._own[name] = value
 
     @property
     def data_collator(self) -> Any:
@@ -400,6 +408,8 @@ class OfflineTrainer(Calling):
         alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
         if resume and (found := re.search(r"checkpoint-(\d+)/?$", str(resume))):  # whose state trainkit keeps apart
             resume = str(Path(str(resume)).parent / "checkpoints" / f"step_{int(found[1]):08d}")
+        if resume is True and not [*Path(given).glob("checkpoints/step_*")]:
+            raise ConfigError(f"{given} has no checkpoint to resume from; leave resume_from_checkpoint out")
         train = {"resume": "auto" if resume is True else resume} if resume else {}
         run_dir = free_directory(given) if alone and not resume else given
         self.trainer.config = config.evolve(train={"run_dir": run_dir, **train})
@@ -418,13 +428,7 @@ class OfflineTrainer(Calling):
             trial: without effect.
             ignore_keys_for_eval: without effect.
         """
-        for each in fields(self.args):
-            read, now = (values.get(each.name) for values in (self._args_read, vars(self.args)))
-            if each.name != "load_best_model_at_end" and now is not read and now != read:
-                raise ConfigError(
-                    f"args.{each.name} was {read!r} when {type(self).__name__} was made, which read it, and is {now!r};"
-                    " set it before"
-                )
+        self.check_settings()
         self._choose_directory(resume_from_checkpoint)
         started = time.perf_counter()
         self.trainer.learn()
@@ -800,7 +804,8 @@ def checking(init: F) -> F:
     known = [name for name in signature.parameters if name != "self"]
 
     @wraps(init)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+    def checked(self: Any, *args: Any, log_names: str = "trl", **kwargs: Any) -> None:
+        self._log_names = log_names
         home = next(each.__name__ for each in type(self).__mro__ if each.__module__.startswith(ADAPTER))
         for name in kwargs:
             if name not in known:

@@ -22,6 +22,7 @@ import trainkit
 from trainkit.errors import ConfigError, DataError, describe
 from trainkit.metrics import Std
 from trainkit.models import PreTrainedModelWrapper, ValueHead
+from trainkit.runs import free_directory
 from trainkit_migrate import refusing, translate, translate_sampling
 from trainkit_trl.arguments import check_takes, refuse_unknown
 from trainkit_trl.core import average_torch_dicts, convert_to_scalar, set_seed, stats_to_np
@@ -98,7 +99,10 @@ class PPOTrainer(Parts, BaseTrainer):
             says what to write instead.
     """
 
-    kept: ClassVar[tuple[str, ...]] = ("config", "model", "tokenizer")
+    kept: ClassVar[tuple[str, ...]] = (
+        "config", "model", "tokenizer", "dataset", "lr_scheduler", "data_collator", "is_peft_model",
+        "is_encoder_decoder",
+    )  # fmt: skip
     not_called: ClassVar[Mapping[str, str]] = {
         "batched_forward_pass": "override loss or train_minibatch, which get its results",
         "prepare_model_inputs": "override prepare_dataloader, or change queries and responses before step",
@@ -177,6 +181,7 @@ class PPOTrainer(Parts, BaseTrainer):
         config.global_batch_size = config.batch_size * config.world_size
         config.global_backward_batch_size = (config.backward_batch_size or 1) * config.world_size
         self.dataloader = None if dataset is None else self.prepare_dataloader(dataset, data_collator)
+        self.keep_settings()
 
     def _check_overrides(self) -> None:
         """Raise a ConfigError if a method is overridden whose arguments there are not."""
@@ -247,6 +252,11 @@ class PPOTrainer(Parts, BaseTrainer):
 
     @kl_ctl.setter
     def kl_ctl(self, controller: Any) -> None:
+        if not (hasattr(controller, "value") and callable(getattr(controller, "update", None))):
+            raise ConfigError(
+                f"kl_ctl should have value and update(current, n_steps), as FixedKLController; given "
+                f"{describe(controller)}"
+            )
         self.trainer.kl = Controller(controller)
 
     @cached_property
@@ -365,6 +375,7 @@ class PPOTrainer(Parts, BaseTrainer):
         Raises:
             ValueError: the lists have another length than ``config.batch_size``, or hold something else.
         """
+        self.check_settings()
         started, size = perf_counter(), self.config.batch_size
         queries, responses, scores, masks = self._step_safety_checker(size, queries, responses, scores, response_masks)
         coef = self.kl_ctl.value
@@ -576,6 +587,8 @@ def _translated(config: PPOConfig, model: Any, shared: int | None, *, own_optimi
         _say_once(f"PPOConfig has defaults of TRL 0.8: {told}; write the values that you need")
     if own_optimizer:
         del found.config["optimizer"]
+    if processes == 1 and (given_dir := found.config["train"].get("run_dir")):
+        found.config["train"]["run_dir"] = free_directory(given_dir)
     settled = trainkit.default_config("ppo").evolve(**found.config)
     if shared is None:
         return settled
