@@ -234,10 +234,10 @@ def _load(config: ModelConfig, key: str = "model.model_path") -> PreTrainedModel
     model_config = load_model_config(config, key)
     if not reads_weights():
         arguments = {name: value for name, value in arguments.items() if name not in HUB}
-    if not isinstance(config.model_path, str) or not reads_weights():
-        with nullcontext() if loads_weights() else torch.device("meta"):
-            return cast("PreTrainedModel", auto_class(model_config).from_config(model_config, **arguments))
     try:
+        if not isinstance(config.model_path, str) or not reads_weights():
+            with nullcontext() if loads_weights() else torch.device("meta"):
+                return cast("PreTrainedModel", auto_class(model_config).from_config(model_config, **arguments))
         base, arguments = find_base(config.model_path, arguments)
         arguments |= {} if loads_weights() else {"device_map": "meta"}
         arguments |= {name: getattr(model_config, name) for name in _fuse_activation(model_config)}
@@ -576,7 +576,8 @@ def _cannot_load(what: str, key: str, path: Any, error: Exception) -> str:
     reason = " ".join(str(error).split()).rstrip(".")
     if "couldn't connect" in reason:
         reason = "it is not in the cache, and the hub cannot be reached"
-    return f"the {what} {path!r} ({key}) cannot be loaded: {reason}. {missing}{advice}"
+    shown = repr(path) if isinstance(path, str) else f"of a {type(path).__name__}"
+    return f"the {what} {shown} ({key}) cannot be loaded: {reason}. {missing}{advice}"
 
 
 def _import_advice(error: Exception) -> str:

@@ -422,6 +422,16 @@ CASES: dict[str, tuple[Callable[[Case], Any], type[Exception], str]] = {
         ConfigError,
         r"no such field; did you mean 'method\.gen_kwargs\.max_new_tokens'",
     ),
+    "an argument that a model does not take": (
+        lambda t: t.ppo({"model": {"model_extra_configs": {"unheard": 1}}}),
+        ConfigError,
+        r"unexpected keyword argument 'unheard'\. Leave it out",
+    ),
+    "a store that is none": (
+        lambda t: setattr(made := t.made(), "store", []) or made.learn(),
+        ConfigError,
+        r"store should be a PPORolloutStorage or derive from it; given \[\] \(list\)",
+    ),
     "no room for prompts": (
         lambda t: t.ppo({"train": {"seq_length": 3}}),
         ConfigError,

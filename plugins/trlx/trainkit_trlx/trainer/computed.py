@@ -84,6 +84,7 @@ NOT_SET = {
     "prompt_iterator": "call add_prompt_pipeline",
     "prompt_dataloader": "call add_prompt_pipeline",
     "train_dataloader": f"fill store in make_experience ({LOOP})",
+    "log_rollouts": "set config.train.rollout_logging_dir",
 }
 """Attributes of trlX that trainkit does not read, and what to do."""
 
