@@ -354,6 +354,25 @@ def test_a_method_that_is_set_after_the_trainer_is_made_is_refused(tmp_path: Pat
         trainer.training_step = print
 
 
+def test_a_method_that_is_set_on_the_class_is_called_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, usual = list[str](), DPOTrainer.dpo_loss
+
+    def counted(self: Any, *given: Any, **named: Any) -> Any:
+        calls.append("dpo_loss")
+        return usual(self, *given, **named)
+
+    monkeypatch.setattr(DPOTrainer, "dpo_loss", counted)
+    made(DPOTrainer, tmp_path).train()
+    assert len(calls) >= 2
+    monkeypatch.setattr(PPOTrainer, "_kl_penalty", staticmethod(counted))
+    assert of_any_class(PPOTrainer, tmp_path).overrides("_kl_penalty")
+    monkeypatch.setattr(DPOTrainer, "tokenize_row", print, raising=False)
+    with pytest.raises(ConfigError, match="DPOTrainer overrides tokenize_row, which trainkit does not call; trainkit"):
+        made(DPOTrainer, tmp_path)
+
+
 def test_iterative_training_calls_compute_loss(tmp_path: Path) -> None:
     class Own(IterativeSFTTrainer):
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False) -> Any:

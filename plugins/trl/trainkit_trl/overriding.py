@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from trainkit.errors import ConfigError, suggest
 from trainkit_migrate import framework, instead
@@ -13,7 +13,7 @@ ADAPTER = __name__.partition(".")[0]
 
 
 class Overridable:
-    """A trainer whose methods can be overridden, in a subclass or an object: they are called, or refused.
+    """A trainer whose methods can be overridden, in a subclass, a class or an object: they are called, or refused.
 
     Raises:
         ConfigError: a method is overridden that trainkit does not call; says what to do instead.
@@ -36,6 +36,15 @@ class Overridable:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        cls._refuse_foreign()
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        """Make an object, unless a script has set a method of the class that is not called."""
+        cls._refuse_foreign()
+        return super().__new__(cls)
+
+    @classmethod
+    def _refuse_foreign(cls) -> None:
         for name in cls.not_called:
             if _is_foreign(cls, name):
                 cls._refuse(name)
@@ -124,6 +133,11 @@ def _nearest(cls: type, name: str) -> str:
 
 
 def _is_foreign(cls: type, name: str) -> bool:
-    """Return whether a class has a method that is not of the adapter, nor of trainkit."""
+    """Return whether a class has a method that is not of the adapter, nor of trainkit, or has been set on its class."""
     owner = next((each for each in cls.__mro__ if name in vars(each)), None)
-    return owner is not None and owner.__module__.partition(".")[0] not in (ADAPTER, "trainkit")
+    if owner is None:
+        return False
+    given = vars(owner)[name]
+    given = getattr(given, "__func__", given)  # of a static method or a class method
+    homes = (owner.__module__, given.__module__ if callable(given) else ADAPTER)
+    return any(home.partition(".")[0] not in (ADAPTER, "trainkit") for home in homes)

@@ -165,7 +165,7 @@ class Calling(Overridable):
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False) -> Any:
         """Return the loss of a micro-batch []."""
-        raise NotImplementedError
+        raise NotImplementedError(self.not_called.get("compute_loss", ""))
 
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
