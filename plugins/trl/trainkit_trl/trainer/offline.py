@@ -467,6 +467,9 @@ class OfflineTrainer(Calling):
             eval_dataset: held-out rows, or several datasets by name, whose metrics are ``eval_<name>_loss`` and others.
             ignore_keys: without effect.
             metric_key_prefix: what the names of metrics begin with.
+
+        Raises:
+            ConfigError: there are none.
         """
         if isinstance(eval_dataset, Mapping):
             return {
@@ -474,6 +477,8 @@ class OfflineTrainer(Calling):
                 for each, dataset in eval_dataset.items()
                 for name, value in self.evaluate(dataset, ignore_keys, f"{metric_key_prefix}_{each}").items()
             }
+        if eval_dataset is None and self.eval_dataset is None:
+            raise ConfigError("there is nothing to evaluate on; give eval_dataset, here or to the constructor")
         self._choose_directory()
         self.trainer.begin()
         measure = partial(get_trainer(self.method).evaluate, self.trainer)
