@@ -493,25 +493,18 @@ def _check(config: Any, reward_function: Any, prompt_function: Any, hook: Any) -
 
 def _translated(config: DDPOConfig, *, own_optimizer: bool) -> trainkit.TRLConfig[Any]:
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    found = translate(
-        "trl",
-        {"DDPOConfig": {**asdict(config), "mixed_precision": config.mixed_precision or "no"}},
-        processes=processes,
-    )
-    if found.refused:
-        raise ConfigError("settings of TRL without counterpart:\n  " + "\n  ".join(map(str, found.refused)))
-    for remark in found.remarks:
-        log.warning("%s", remark)
+    given = {**asdict(config), "mixed_precision": config.mixed_precision or "no"}
+    settings = translate("trl", {"DDPOConfig": given}, processes=processes).accepted("settings of TRL", log.warning)
     if config.allow_tf32 and torch.cuda.is_available():
         torch.set_float32_matmul_precision("high")
     if own_optimizer:
-        del found.config["optimizer"]
-    train = found.config["train"]
+        del settings["optimizer"]
+    train = settings["train"]
     if train.get("resume") == "auto" and not [*Path(train["run_dir"]).glob("checkpoints/step_*")]:
         raise ValueError(f"resume_from is {config.resume_from!r}, where there is no checkpoint of a run of trainkit")
     if processes == 1 and not train.get("resume"):
         train["run_dir"] = free_directory(train["run_dir"])
-    return trainkit.default_config("ddpo").evolve(**found.config)
+    return trainkit.default_config("ddpo").evolve(**settings)
 
 
 __getattr__ = refusing(__name__)

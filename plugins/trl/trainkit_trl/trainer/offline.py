@@ -619,14 +619,9 @@ def settled(
         sections[home] = _telling(home, *({name: getattr(each, name) for name in own} for each in (args, plain)))
     processes = int(os.environ.get("WORLD_SIZE", 1))
     found = translate("trl", sections, processes=processes, rows=rows)
-    if found.refused:
-        raise ConfigError("settings of TRL without counterpart:\n  " + "\n  ".join(map(str, found.refused)))
-    for remark in found.remarks:
-        log.warning("%s", remark)
-    for name in live:
-        found.config.pop(name, None)
-    method = found.config["method"]["name"]
-    return trainkit.default_config(method).evolve(**found.config)
+    settings = found.accepted("settings of TRL", log.warning)
+    kept = {name: section for name, section in settings.items() if name not in live}
+    return trainkit.default_config(kept["method"]["name"]).evolve(**kept)
 
 
 def _telling(section: str, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

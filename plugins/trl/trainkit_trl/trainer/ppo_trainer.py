@@ -535,11 +535,8 @@ def _sampling(given: dict[str, Any], vocabulary: int) -> dict[str, Any]:
     if isinstance(given.get("eos_token_id"), int) and given["eos_token_id"] >= vocabulary:
         given = {**given, "eos_token_id": -1}
     found = translate_sampling({"do_sample": True, **given})
-    if found.refused:
-        raise ConfigError("arguments without counterpart:\n  " + "\n  ".join(map(str, found.refused)))
-    for remark in found.remarks:
-        _say_once(f"generate(): {remark}")
-    usual = {"top_k": 50, "max_new_tokens": 20, **found.config}  # as in transformers
+    settings = found.accepted("arguments", lambda remark: _say_once(f"generate(): {remark}"))
+    usual = {"top_k": 50, "max_new_tokens": 20, **settings}  # as in transformers
     return {**usual, **{name: int(usual[name]) for name in ("top_k", "max_new_tokens")}}
 
 
@@ -577,19 +574,15 @@ def _say_once(text: str) -> None:
 def _translated(config: PPOConfig, model: Any, shared: int | None, *, own_optimizer: bool) -> trainkit.TRLConfig[Any]:
     processes = int(os.environ.get("WORLD_SIZE", 1))
     given = {name: value for name, value in asdict(config).items() if name not in FILLED}
-    found = translate("trl", {"PPOConfig": given}, processes=processes)
-    if found.refused:
-        raise ConfigError("settings of TRL without counterpart:\n  " + "\n  ".join(map(str, found.refused)))
-    for remark in found.remarks:
-        log.warning("%s", remark)
+    settings = translate("trl", {"PPOConfig": given}, processes=processes).accepted("settings of TRL", log.warning)
     if usual := [name for name in OF_0_7 if getattr(config, name) == getattr(PPOConfig, name)]:
         told = ", ".join(f"{name}={getattr(config, name)}, which was {OF_0_7[name]} in 0.7" for name in usual)
         _say_once(f"PPOConfig has defaults of TRL 0.8: {told}; write the values that you need")
     if own_optimizer:
-        del found.config["optimizer"]
-    if processes == 1 and (given_dir := found.config["train"].get("run_dir")):
-        found.config["train"]["run_dir"] = free_directory(given_dir)
-    settled = trainkit.default_config("ppo").evolve(**found.config)
+        del settings["optimizer"]
+    if processes == 1 and (run_dir := settings["train"].get("run_dir")):
+        settings["train"]["run_dir"] = free_directory(run_dir)
+    settled = trainkit.default_config("ppo").evolve(**settings)
     if shared is None:
         return settled
     layers = model.config.get_text_config(decoder=True).num_hidden_layers

@@ -228,13 +228,9 @@ class TRLConfig:
         Raises:
             ConfigError: a setting has no counterpart; says what to write instead.
         """
-        found = self._translation(measured, trainer)
-        if found.refused:
-            raise ConfigError("settings of trlX without counterpart:\n  " + "\n  ".join(map(str, found.refused)))
-        for remark in found.remarks:
-            say_once(str(remark))
-        method = found.config.get("method", {}).get("name", "ppo")
-        return trainkit.default_config(method).evolve(**found.config)
+        settings = self._translation(measured, trainer).accepted("settings of trlX", say_once)
+        method = settings.get("method", {}).get("name", "ppo")
+        return trainkit.default_config(method).evolve(**settings)
 
     def _translation(self, measured: bool, trainer: str | None) -> Translation:
         given = self.to_dict()
