@@ -6,6 +6,7 @@ import copy
 import inspect
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -103,6 +104,7 @@ class Log:
             return
         self.written.append(trainer.run_dir / f"checkpoint-{step}")
         self.owner.save_model(str(self.written[-1]), _internal_call=True)
+        self.owner.write_state(self.written[-1])
         while len(self.written) > train.keep_checkpoints:
             old = self.written.pop(0)
             if self.owner.is_world_process_zero():
@@ -430,8 +432,13 @@ class OfflineTrainer(Calling):
         """
         self.check_settings()
         self._choose_directory(resume_from_checkpoint)
-        started = time.perf_counter()
+        started, state, steps = time.perf_counter(), self.state, self.trainer.total_steps
+        epochs = self.args.num_train_epochs
+        if self.args.max_steps > 0 and (rows := getattr(self.trainer.pipeline, "rows", None)):
+            epochs = steps * self.trainer.config.train.batch_size / len(rows)
+        state.max_steps, state.num_train_epochs = steps, math.ceil(epochs)
         self.trainer.learn()
+        self._keep_best()
         if self.args.load_best_model_at_end:
             self._load_best()
         losses = [each["loss"] for each in self.state.log_history if "loss" in each]
@@ -445,6 +452,13 @@ class OfflineTrainer(Calling):
         }
         self.state.log_history.append({**metrics, "step": self.state.global_step})
         return TrainOutput(self.state.global_step, mean, metrics)
+
+    def _keep_best(self) -> None:
+        """Set what ``state`` has of the best evaluation, if the run has compared any."""
+        best, value = self.trainer.config.train.save_best, self.trainer.progress.best
+        if best and math.isfinite(value):
+            self.state.best_metric = value if best is True or best.mode == "max" else -value
+            self.state.best_model_checkpoint = str(self.trainer.run_dir / "best")
 
     def _load_best(self) -> None:
         """Load the weights of the best evaluation, which the run has exported."""
@@ -536,7 +550,14 @@ class OfflineTrainer(Calling):
         self.save_model(str(save_directory))
 
     def save_state(self) -> None:
-        """Do nothing: checkpoints have the state."""
+        """Write ``state`` to ``trainer_state.json`` in ``args.output_dir``, as it is in every checkpoint."""
+        self.write_state(Path(self.args.output_dir or "."))
+
+    def write_state(self, directory: Path) -> None:
+        """Write ``state`` to a directory."""
+        if self.is_world_process_zero():
+            directory.mkdir(parents=True, exist_ok=True)
+            self.state.save_to_json(str(directory / "trainer_state.json"))
 
     def push_to_hub(self, commit_message: str | None = "End of training", blocking: bool = True, **kwargs: Any) -> Any:
         """Publish what `save_model` writes in ``args.hub_model_id``.
