@@ -16,7 +16,7 @@ from dataclasses import fields
 from enum import Enum
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, get_type_hints
 
 import torch
 from safetensors.torch import load_file
@@ -42,6 +42,7 @@ from trainkit.models import arguments_of_today, has_adapter
 from trainkit.plugins import add_callback
 from trainkit.runs import free_directory
 from trainkit_migrate import framework, translate
+from trainkit_trl.arguments import fault
 from trainkit_trl.overriding import ADAPTER
 from trainkit_trl.trainer.adapters import reference_of
 from trainkit_trl.trainer.calling import OF_ARGUMENTS, Calling
@@ -816,6 +817,27 @@ def parameters(cls: type) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(own).parameters
 
 
+def _check_kinds(home: str, given: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
+    """Raise a ConfigError if an argument of a constructor is of another type than its annotation, or than `KINDS`."""
+    for name, value in given.items():
+        kinds, wanted = KINDS.get(name, (object, ""))
+        if not isinstance(value, kinds) and (name == "model" or value is not None):
+            raise ConfigError(f"{name} of {home} should be {wanted}; given {describe(value)}")
+        if wanted := fault(value, hints.get(name, Any)):
+            raise ConfigError(f"{name} of {home} should be {wanted}; given {describe(value)}")
+    pair = given.get("optimizers")
+    if pair is not None and not (isinstance(pair, tuple | list) and len(pair) == 2):
+        raise ConfigError(f"optimizers of {home} should be an optimizer and its schedule; given {describe(pair)}")
+    for name in ("train_dataset", "eval_dataset"):
+        value = given.get(name)
+        several = isinstance(value, Mapping) and name == "train_dataset"
+        if value is not None and (isinstance(value, str | bytes) or several or not hasattr(value, "__iter__")):
+            raise ConfigError(
+                f"{name} of {home} should be a dataset, such as a split of load_dataset(...), or a list of rows; "
+                f"given {describe(value)}"
+            )
+
+
 F = TypeVar("F", bound=Callable[..., None])
 
 
@@ -823,6 +845,7 @@ def checking(init: F) -> F:
     """Make a constructor check the names and kinds of its arguments; those that are wrong are ConfigErrors."""
     signature = inspect.signature(init)
     known = [name for name in signature.parameters if name != "self"]
+    hints = get_type_hints(init)
 
     @wraps(init)
     def checked(self: Any, *args: Any, log_names: str = "trl", **kwargs: Any) -> None:
@@ -832,21 +855,10 @@ def checking(init: F) -> F:
             if name not in known:
                 raise ConfigError(f"{home} takes no {name}{suggest(name, known)}; it takes {', '.join(known)}")
         try:
-            given = signature.bind(self, *args, **kwargs).arguments
+            given = {"model": None, **signature.bind(self, *args, **kwargs).arguments}
         except TypeError as error:
             raise ConfigError(f"the arguments of {home} do not fit: {error}; name them") from error
-        for name, (kinds, wanted) in KINDS.items():
-            value, optional = given.get(name), name != "model"
-            if name in known and not (isinstance(value, kinds) or (optional and value is None)):
-                raise ConfigError(f"{name} of {home} should be {wanted}; given {describe(value)}")
-        for name in ("train_dataset", "eval_dataset"):
-            value = given.get(name)
-            several = isinstance(value, Mapping) and name == "train_dataset"
-            if value is not None and (isinstance(value, str | bytes) or several or not hasattr(value, "__iter__")):
-                raise ConfigError(
-                    f"{name} of {home} should be a dataset, such as a split of load_dataset(...), or a list of rows; "
-                    f"given {describe(value)}"
-                )
+        _check_kinds(home, given, hints)
         init(self, *args, **kwargs)
 
     return checked  # type: ignore[return-value]
