@@ -721,7 +721,7 @@ def test_attributes_that_are_not_there_say_what_there_is(tmp_path: Path) -> None
         ("tokenize_row", "trainkit makes the batches"),
         ("hooks", "trainer.trainer.hooks is it"),
         ("_tag_names", "private names of TRL are not there"),
-        ("quite_something", "it has compute_loss, concatenated_forward, "),
+        ("quite_something", "it has add_callback, compute_loss, concatenated_forward, "),
     ):
         assert not hasattr(trainer, name)
         with pytest.raises(AttributeError, match=rf"'DPOTrainer' object has no attribute '{name}': {re.escape(said)}"):
