@@ -348,6 +348,9 @@ def test_arguments_that_there_are_no_more_are_refused(given: dict[str, Any], sai
 def test_an_argument_that_a_model_does_not_take_is_no_fault_of_its_path(saved: Path) -> None:
     with pytest.raises(ConfigError, match=r"'unheard'\. Leave it out, or give a field of the model's configuration"):
         load_model(ModelConfig(model_path=str(saved), kwargs={"unheard": True}))
+    made = {"model_path": AutoConfig.from_pretrained(saved).to_dict(), "kwargs": {"unheard": True}}
+    with pytest.raises(ConfigError, match=r"'unheard'\. Leave it out, or give a field of the model's configuration"):
+        load_model(ModelConfig.model_validate(made))
     with pytest.raises(ConfigError, match="is_trainable is given; load the adapter by peft"):
         TRLConfig.from_dict({"method": "sft", "model": {"kwargs": {"is_trainable": True}}})
 

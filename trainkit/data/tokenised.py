@@ -160,8 +160,10 @@ class Completions:
         self.response_template, self.instruction_template = response_template, instruction_template
         self.tokenizer = tokenizer
         templates = [template for template in (response_template, instruction_template) if template is not None]
-        if not all(len(template) for template in templates):
-            raise ValueError("a template is empty; give the text or the token ids that come before an output")
+        if not all(hasattr(template, "__len__") and len(template) for template in templates):
+            raise ValueError(
+                "a template is empty, or no text; give the text or the token ids that come before an output"
+            )
         self.reads_text = all(isinstance(template, str) for template in templates)
         if not self.reads_text and tokenizer is None:
             raise ValueError("a template is token ids, with which tokenised texts are compared; give tokenizer=")

@@ -576,7 +576,8 @@ def _cannot_load(what: str, key: str, path: Any, error: Exception) -> str:
     reason = " ".join(str(error).split()).rstrip(".")
     if "couldn't connect" in reason:
         reason = "it is not in the cache, and the hub cannot be reached"
-    return f"the {what} {path!r} ({key}) cannot be loaded: {reason}. {missing}{advice}"
+    shown = repr(path) if isinstance(path, str) else f"of a {type(path).__name__}"
+    return f"the {what} {shown} ({key}) cannot be loaded: {reason}. {missing}{advice}"
 
 
 def _import_advice(error: Exception) -> str:

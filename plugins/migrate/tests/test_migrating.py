@@ -80,7 +80,7 @@ def test_every_setting_that_a_table_names_exists() -> None:
         ({"train__tracker": "tensorboard", "train__tags": ["a"]}, {"train.trackers": ["tensorboard"]}),
         (
             {"train__tracker": "wandb", "train__entity_name": "us", "train__tags": ["a"]},
-            {"train.trackers": [{"name": "wandb", "entity": "us", "tags": ["a"]}]},
+            {"train.trackers": [{"name": "wandb", "project": "trlx", "entity": "us", "tags": ["a"]}]},
         ),
         ({"method__scale_reward": False}, {"method.scale_reward": "none"}),
         ({"model__num_layers_unfrozen": 2}, {"model.num_layers_unfrozen": 2}),
@@ -146,6 +146,14 @@ def test_a_configuration_of_trlx_means_the_same(given: dict[str, Any], expected:
     assert not found.refused
     assert config.method.name == "ppo"
     assert config == config.update(expected)
+
+
+def test_fields_of_trlx_that_are_not_given_have_its_defaults() -> None:
+    usual = {"seed": 1000, "checkpoint_dir": "ckpts", "save_best": True, "tracker": "wandb", "project_name": "trlx"}
+    short, long = trlx(), trlx(**{f"train__{name}": value for name, value in usual.items()})
+    short["train"] = {name: value for name, value in short["train"].items() if name not in usual}
+    assert translate("trlx", short).config == translate("trlx", long).config
+    assert translate("trlx", short).config["train"]["seed"] == 1000
 
 
 def test_sizes_per_process_are_multiplied() -> None:

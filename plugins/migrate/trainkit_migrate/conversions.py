@@ -35,6 +35,12 @@ class Context:
         return default if here is None else here
 
 
+def missing(usual: Settings, config: Settings) -> Settings:
+    """Return the settings that the sections of a configuration do not have."""
+    parts = {path: path.partition(".") for path in usual}
+    return {path: usual[path] for path, (section, _, name) in parts.items() if name not in config.get(section, {})}
+
+
 def stop_tokens(value: Any, context: Context) -> dict[str, Any]:
     """Return the tokens that end a response besides EOS; none for an id that no token has, which meant no end."""
     ids = [int(token) for token in (value if isinstance(value, list | tuple) else [] if value is None else [value])]

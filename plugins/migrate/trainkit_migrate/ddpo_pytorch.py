@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainkit_migrate.conversions import Context, Settings
+from trainkit_migrate.conversions import Context, Settings, missing
 from trainkit_migrate.images import checkpoints, images_at_a_time, length, rows_of_a_step
 
 PROMPTS = ("imagenet_all", "imagenet_animals", "imagenet_dogs", "nouns_activities", "counting", "from_file")
@@ -33,13 +33,7 @@ def implied(config: Settings, context: Context) -> Settings:
     }
     if "per_prompt_stat_tracking" in context.given and not context.given["per_prompt_stat_tracking"]:
         usual["method.buffer_size"] = 0
-    found = {path: value for path, value in usual.items() if not _has(config, path)}
-    return {"method.name": "ddpo", **found}
-
-
-def _has(config: Settings, path: str) -> bool:
-    section, _, name = path.partition(".")
-    return name in config.get(section, {})
+    return {"method.name": "ddpo", **missing(usual, config)}
 
 
 def adapter(value: Any, _context: Context) -> Settings:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainkit.errors import describe, suggest
+from trainkit.errors import ConfigError, describe, suggest
 from trainkit_migrate.conversions import Context, RefusedError
 from trainkit_migrate.tables import Framework, Setting, framework, generation
 
@@ -39,6 +39,22 @@ class Translation:
     """Fields for which a method of the trainer is overridden, with the method."""
     refused: list[Remark] = field(default_factory=list)
     """Fields without counterpart, with what to write instead."""
+
+    def accepted(self, what: str, say: Callable[[str], object]) -> dict[str, Any]:
+        """Return the configuration, and say the remarks.
+
+        Args:
+            what: what was translated, for the message.
+            say: called with each remark.
+
+        Raises:
+            ConfigError: a field has no counterpart in trainkit; says what to write instead.
+        """
+        if self.refused:
+            raise ConfigError(f"{what} without counterpart:\n  " + "\n  ".join(map(str, self.refused)))
+        for remark in self.remarks:
+            say(str(remark))
+        return self.config
 
     def set(self, path: str, value: Any) -> None:
         """Set the value at a dotted path of the configuration."""

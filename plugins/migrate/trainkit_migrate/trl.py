@@ -49,10 +49,10 @@ def tracker(value: Any, context: Context) -> Settings:
         return {"train.trackers": ["tensorboard"]}
     if value != "wandb":
         raise RefusedError(f"given {value!r}; TRL has wandb and tensorboard, trainkit more: see train.trackers")
-    run = {"run_name": name} if (name := context.get("DDPOConfig.run_name")) else {}
-    return {
-        "train.trackers": [{"name": "wandb", "project": of_any_class(context, "tracker_project_name", "trl"), **run}]
-    }
+    own = dict(of_any_class(context, "tracker_kwargs", {}).get("wandb") or {})
+    run = {"run_name": name} if (name := own.pop("name", None) or context.get("DDPOConfig.run_name")) else {}
+    project_name = of_any_class(context, "tracker_project_name", "trl")
+    return {"train.trackers": [{"name": "wandb", "project": project_name, **run, **own}]}
 
 
 def accelerator(value: Any, context: Context) -> Settings:
@@ -81,6 +81,14 @@ def project(value: Any, context: Context) -> Settings:
     if value.get("logging_dir"):
         context.remarks.append("logging_dir has no effect: logs are in the directory of the run")
     return {"train.keep_checkpoints": limit} if (limit := value.get("total_limit")) else {}
+
+
+def project_of_ppo(value: Any, _context: Context) -> Settings:
+    """Return the directory of the run, ``project_dir`` or ``logging_dir``; nothing else is written there by itself."""
+    if odd := sorted(value.keys() - {"project_dir", "logging_dir"}):
+        raise RefusedError(f"given {', '.join(odd)}; PPOTrainer saves nothing by itself; remove it")
+    found = value.get("project_dir") or value.get("logging_dir")
+    return {"train.run_dir": str(found)} if found else {}
 
 
 def threads(value: Any, context: Context) -> Settings:

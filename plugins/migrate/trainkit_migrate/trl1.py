@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainkit_migrate.conversions import Context, RefusedError, Settings
+from trainkit_migrate.conversions import Context, RefusedError, Settings, missing
 from trainkit_migrate.training_arguments import given, rows_of_a_step
 
 METHODS = {
@@ -53,12 +53,7 @@ def filled(name: str, usual: Settings, config: Settings, context: Context) -> Se
         "scheduler.name": "linear",
         **usual,
     }
-    return {"method.name": name, **{path: value for path, value in usual.items() if not _has(config, path)}}
-
-
-def _has(config: Settings, path: str) -> bool:
-    section, _, field = path.partition(".")
-    return field in config.get(section, {})
+    return {"method.name": name, **missing(usual, config)}
 
 
 def completions(value: Any, _context: Context) -> Settings:

@@ -115,6 +115,7 @@ def trackers(value: Any, context: Context) -> Settings:
         return {"train.trackers": ["tensorboard"]}
     words = {"project": "project_name", "run_name": "run_name", "entity": "entity_name", "group": "group_name"}
     named = {ours: context.get(f"train.{theirs}") for ours, theirs in {**words, "tags": "tags"}.items()}
+    named["project"] = named["project"] or "trlx"
     return {"train.trackers": [{"name": "wandb", **{key: text for key, text in named.items() if text}}]}
 
 
@@ -126,6 +127,14 @@ def implied(config: Settings, context: Context) -> Settings:
         context: the configuration of trlX.
     """
     own: Settings = {"train.max_grad_norm": None}
+    usual: dict[str, Settings] = {
+        "seed": {"train.seed": 1000},
+        "checkpoint_dir": {"train.run_dir": "ckpts"},
+        "save_best": {"train.save_best": _method(context) in ONLINE},
+        "tracker": trackers("wandb", context),
+    }
+    for name, settings in usual.items():
+        own |= {} if name in context.get("train", usual) else settings
     if context.get("tokenizer.truncation_side") == "left":
         own["tokenizer.kwargs"] = {**config.get("tokenizer", {}).get("kwargs", {}), "truncation_side": "left"}
     if _method(context) == "ppo":

@@ -26,6 +26,7 @@ from trainkit_trl import (
     create_reference_model,
     set_seed,
 )
+from trainkit_trl.trainer.truncation import truncation
 
 pytestmark = pytest.mark.filterwarnings("ignore:there is no dataset")
 TOKENIZER = character_tokenizer("abcdefgh")
@@ -265,6 +266,26 @@ BAD: list[tuple[str, Callable[[], Any], str]] = [
                   "eval_steps": 1, "save_strategy": "steps", "save_steps": 1},
         ).train(),
         r"'eval/rouge', which is no metric of this run's evaluations",
+    ),
+    *(
+        (f"{name} of another type", lambda name=name, value=value: offline(DPOTrainer, PAIRS, **{name: value}), words)
+        for name, value, words in (
+            ("callbacks", 3, r"callbacks of DPOTrainer should be a list or None; given 3 \(int\)"),
+            ("optimizers", (None,), "optimizers of DPOTrainer should be an optimizer and its schedule; given"),
+            ("max_prompt_length", "x", "max_prompt_length of DPOTrainer should be an integer or None; given 'x'"),
+            ("model_adapter_name", 3, "model_adapter_name of DPOTrainer should be text or None"),
+            ("precompute_ref_log_probs", 3, "precompute_ref_log_probs of DPOTrainer should be True or False"),
+        )
+    ),
+    (
+        "a function of another type",
+        lambda: offline(SFTTrainer, [{"text": "abc"}], dataset_text_field="text", formatting_func=3),
+        "formatting_func of SFTTrainer should be a function or None",
+    ),
+    (
+        "a length of another type in args",
+        lambda: truncation({"max_prompt_length": [1]}, TOKENIZER, 8),
+        r"max_prompt_length should be 1 at least; given \[1\]",
     ),
     (
         "labels of a decoder",

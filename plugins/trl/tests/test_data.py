@@ -70,6 +70,10 @@ def test_texts_are_joined_by_eos_and_cut() -> None:
     assert [row["input_ids"].tolist() for row in joined] == [[a, b, c], [d, e, f]]
     with pytest.raises(ValueError, match="give dataset_text_field"):
         ConstantLengthDataset(tokenizer, [])
+    with pytest.raises(ValueError, match="a row has no 'text', which is dataset_text_field; it has words"):
+        list(ConstantLengthDataset(tokenizer, [{"words": "a"}], dataset_text_field="text"))
+    with pytest.raises(ValueError, match="a template is empty, or no text; give the text"):
+        DataCollatorForCompletionOnlyLM(3, tokenizer=tokenizer)
 
 
 @table("infinite", [False, True])

@@ -394,7 +394,7 @@ def test_settings_are_translated(tmp_path: Path) -> None:
     [
         ({"train_cfg": False}, ConfigError, "guidance is the same in training and sampling"),
         ({"train_use_8bit_adam": True}, ConfigError, "write False; trainkit.train takes an optimizer"),
-        ({"tracker_kwargs": {"wandb": {}}}, ConfigError, "settings of a tracker are in train.trackers"),
+        ({"log_with": "wandb", "tracker_kwargs": {"wandb": {"mode": 1}}}, ConfigError, r"mode: should be 'online'"),
         ({"project_kwargs": {"iteration": 3}}, ConfigError, "given iteration; checkpoints of trainkit are numbered"),
         ({"resume_from": "save/checkpoint_3"}, ConfigError, "checkpoints of accelerate are not read"),
         ({"log_with": "comet_ml"}, ConfigError, "TRL has wandb and tensorboard"),

@@ -116,6 +116,11 @@ def test_what_goes_wrong_is_the_result(call: str, result: str) -> None:
     assert history.token_masks.tolist()[:2] == [0, 1]
 
 
+def test_tools_are_functions_by_name_or_objects() -> None:
+    with pytest.raises(ValueError, match=r"tools should be functions by name, or a list of objects; given 3 \(int\)"):
+        TextEnvironment(Scripted([]), TOKENIZER, 3, lambda texts: [0.0])
+
+
 def test_an_episode_ends_by_its_length_and_its_turns() -> None:
     env = TextEnvironment(Scripted(["<request><T>1<call>"]), TOKENIZER, {"T": str}, lambda texts: [0.0], max_turns=1)
     *_, histories = env.run(["a"])

@@ -21,6 +21,7 @@ from transformers import (
     HfArgumentParser,
     T5Config,
     TrainerCallback,
+    TrainerState,
     TrainingArguments,
 )
 
@@ -471,9 +472,16 @@ def test_every_argument_has_a_place() -> None:
 
 def test_a_run_resumes_where_it_was_saved(tmp_path: Path) -> None:
     model, tokenizer = made()
-    DPOTrainer(
-        model, args=arguments(tmp_path, save_strategy="steps", save_steps=2), train_dataset=PAIRS, tokenizer=tokenizer
-    ).train()
+    saving = arguments(tmp_path, save_strategy="steps", save_steps=2)
+    first = DPOTrainer(model, args=saving, train_dataset=PAIRS, tokenizer=tokenizer)
+    with pytest.raises(ConfigError, match="has no checkpoint to resume from; leave resume_from_checkpoint out"):
+        first.train(resume_from_checkpoint=True)
+    first.train()
+    first.save_state()
+    for directory in (tmp_path / "out", tmp_path / "out" / "checkpoint-4"):
+        state = TrainerState.load_from_json(str(directory / "trainer_state.json"))
+        assert (state.global_step, state.max_steps, state.num_train_epochs) == (4, 4, 2)  # of 8 rows, 4 at a time
+        assert state.log_history[:4] == first.state.log_history[:4]
     model, _ = made()
     longer = arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=6, lr_scheduler_type="constant")
     again = DPOTrainer(model, args=longer, train_dataset=PAIRS, tokenizer=tokenizer)
@@ -522,6 +530,8 @@ def test_the_best_evaluation_is_loaded_at_the_end(adapter: bool, tmp_path: Path)
     trainer.train()
     losses = [each["eval_loss"] for each in trainer.state.log_history if "eval_loss" in each]
     assert losses[-1] > min(losses) + 0.005
+    assert trainer.state.best_metric == min(losses)
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "out" / "best")
     trainer.trainer.config = trainer.trainer.config.evolve(train={"save_best": False})
     assert trainer.evaluate()["eval_loss"] == pytest.approx(min(losses), abs=1e-4)
     assert trainer.trainer.config.train.keep_checkpoints == 1_000_000
@@ -711,7 +721,7 @@ def test_attributes_that_are_not_there_say_what_there_is(tmp_path: Path) -> None
         ("tokenize_row", "trainkit makes the batches"),
         ("hooks", "trainer.trainer.hooks is it"),
         ("_tag_names", "private names of TRL are not there"),
-        ("quite_something", "it has compute_loss, concatenated_forward, "),
+        ("quite_something", "it has add_callback, compute_loss, concatenated_forward, "),
     ):
         assert not hasattr(trainer, name)
         with pytest.raises(AttributeError, match=rf"'DPOTrainer' object has no attribute '{name}': {re.escape(said)}"):

@@ -22,15 +22,21 @@ from tables import table
 from trainkit import hookimpl
 from trainkit.errors import ConfigError, PluginError
 from trainkit.testing import character_tokenizer
+from trainkit_ddpo import PixelPipeline
 from trainkit_trl import (
+    AutoModelForCausalLMWithValueHead,
     CPOConfig,
     CPOTrainer,
+    DDPOConfig,
+    DDPOTrainer,
     DPOTrainer,
     IterativeSFTTrainer,
     KTOConfig,
     KTOTrainer,
     ORPOConfig,
     ORPOTrainer,
+    PPOConfig,
+    PPOTrainer,
     RewardConfig,
     RewardTrainer,
     SFTTrainer,
@@ -173,6 +179,15 @@ def test_trackers_get_what_log_gives_by_the_names_of_transformers(tmp_path: Path
     assert "train/grad_norm" not in found
     assert [each.step for each in events.Scalars("train/loss")] == [1, 2]
     assert trainer.trainer.config.train.trackers == []
+    trainer = made(DPOTrainer, tmp_path / "ours", changes, log_names="trainkit")
+    trainer.train()
+    events = event_accumulator.EventAccumulator(str(next((tmp_path / "ours").rglob("events.out*")).parent))
+    events.Reload()
+    found = {*events.Tags()["scalars"]}
+    assert {"loss/total", "train/grad_norm", "eval/loss/total"} <= found
+    assert "train/loss" not in found
+    with pytest.raises(ConfigError, match="log_names should be 'trl' or 'trainkit'; given 'trlx'"):
+        made(DPOTrainer, tmp_path, log_names="trlx")
 
 
 def test_optimizer_and_schedule_of_a_subclass_are_stepped(tmp_path: Path) -> None:
@@ -282,6 +297,22 @@ def test_arguments_that_change_after_they_were_read_are_refused(tmp_path: Path) 
         trainer.train()
 
 
+def test_settings_that_change_after_they_were_read_are_refused(tmp_path: Path) -> None:
+    ppo, ddpo = of_any_class(PPOTrainer, tmp_path), of_any_class(DDPOTrainer, tmp_path)
+    iterative = of_any_class(IterativeSFTTrainer, tmp_path)
+    ppo.config.cliprange, ddpo.config.train_learning_rate, iterative.args.weight_decay = 0.5, 1.0, 0.5
+    tokens = [torch.tensor([1, 2])] * 2
+    with pytest.raises(ConfigError, match=r"config.cliprange was 0.2 when PPOTrainer was made, .* and is 0.5; set it"):
+        ppo.step(tokens, tokens, [torch.tensor(1.0)] * 2)
+    with pytest.raises(ConfigError, match=r"config.train_learning_rate was 0.0003 when DDPOTrainer was made"):
+        ddpo.train()
+    with pytest.raises(ConfigError, match=r"args.weight_decay was 0.0 when IterativeSFTTrainer was made"):
+        iterative.step(texts=["ab"])
+    ddpo.config.train_learning_rate, ddpo.config.num_epochs = 3e-4, 1
+    ddpo.train()
+    assert ddpo.trainer.progress.collection == 1
+
+
 def test_a_loss_of_ones_own_needs_a_single_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = SimpleNamespace(environ={"WORLD_SIZE": "2"})  # accelerate would wait for the second process
     monkeypatch.setattr("trainkit_trl.trainer.calling.os", seen)
@@ -323,6 +354,25 @@ def test_a_method_that_is_set_after_the_trainer_is_made_is_refused(tmp_path: Pat
         trainer.training_step = print
 
 
+def test_a_method_that_is_set_on_the_class_is_called_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, usual = list[str](), DPOTrainer.dpo_loss
+
+    def counted(self: Any, *given: Any, **named: Any) -> Any:
+        calls.append("dpo_loss")
+        return usual(self, *given, **named)
+
+    monkeypatch.setattr(DPOTrainer, "dpo_loss", counted)
+    made(DPOTrainer, tmp_path).train()
+    assert len(calls) >= 2
+    monkeypatch.setattr(PPOTrainer, "_kl_penalty", staticmethod(counted))
+    assert of_any_class(PPOTrainer, tmp_path).overrides("_kl_penalty")
+    monkeypatch.setattr(DPOTrainer, "tokenize_row", print, raising=False)
+    with pytest.raises(ConfigError, match="DPOTrainer overrides tokenize_row, which trainkit does not call; trainkit"):
+        made(DPOTrainer, tmp_path)
+
+
 def test_iterative_training_calls_compute_loss(tmp_path: Path) -> None:
     class Own(IterativeSFTTrainer):
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False) -> Any:
@@ -357,21 +407,62 @@ OWN = {
     KTOTrainer: OF_PAIRS + OF_ADAPTERS + "desirable_weight max_completion_length undesirable_weight",
     CPOTrainer: OF_PAIRS + "decoder_start_token_id label_smoothing loss_type max_target_length pad_token_id",
     ORPOTrainer: OF_PAIRS + "decoder_start_token_id max_completion_length pad_token_id",
+    IterativeSFTTrainer: "is_encoder_decoder is_peft_model max_length optimize_device_cache truncation_mode",
+    PPOTrainer: """accelerator config current_device data_collator dataloader dataset is_distributed is_encoder_decoder
+        is_peft_model kl_ctl lr_scheduler model model_params optimizer optional_peft_ctx ref_model running tokenizer""",
+    DDPOTrainer: """accelerator autocast config first_epoch image_samples_callback num_train_timesteps optimizer
+        prompt_fn reward_fn sd_pipeline stat_tracker""",
 }
 """Public attributes that trainers of TRL 0.7.2 and 0.8.6 set, besides those of transformers."""
+LACKING = {
+    IterativeSFTTrainer: "tr_loss " + TRAINER,
+    PPOTrainer: "compare_step current_step highest_reward is_using_text_environment push_to_hub_kwargs",
+    DDPOTrainer: "executor neg_prompt_embed trainable_layers",
+}
+"""Further ones, which trainkit need not have; by default those of transformers."""
+READ = {
+    PPOTrainer: {"dataloader", "kl_ctl"},
+    DDPOTrainer: {"first_epoch", "image_samples_callback", "prompt_fn", "reward_fn"},
+}
+"""Attributes that count when they are set."""
 
 
-@table("cls", EVERY)
-def test_every_attribute_is_there_or_says_what_to_use(cls: Any, tmp_path: Path) -> None:
-    trainer, said = made(cls, tmp_path), dict[str, str]()
-    for name in (OWN[cls] + " " + TRAINER).split():
+def of_any_class(cls: Any, tmp_path: Path) -> Any:
+    if cls in EVERY:
+        return made(cls, tmp_path)
+    set_seed(0)
+    tokenizer = character_tokenizer("abcdefgh")
+    if cls is DDPOTrainer:
+        config = DDPOConfig(sample_num_steps=4, mixed_precision="no", logdir=str(tmp_path), save_freq=0)
+        pixels = PixelPipeline({"image_size": 8, "width": 8, "prompts": ["cat"]})
+        return cls(config, lambda images, *_: (images.flatten(1).mean(1), {}), lambda: ("cat", {}), pixels)
+    model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=len(tokenizer)))
+    if cls is IterativeSFTTrainer:
+        return cls(model, TrainingArguments(str(tmp_path), max_steps=2, report_to="none"), tokenizer)
+    config = PPOConfig(batch_size=2, mini_batch_size=2, project_kwargs={"project_dir": str(tmp_path / "ppo")})
+    return cls(config, AutoModelForCausalLMWithValueHead.from_pretrained(model), None, tokenizer, dataset=[0, 1])
+
+
+@table("cls", [*OWN])
+def test_every_attribute_is_there_or_says_what_to_use_and_is_used_or_refused_where_it_is_set(
+    cls: Any, tmp_path: Path
+) -> None:
+    trainer, said, taken = of_any_class(cls, tmp_path), dict[str, str](), set[str]()
+    for name in (OWN[cls] + " " + LACKING.get(cls, TRAINER)).split():
         try:
             getattr(trainer, name)
         except AttributeError as error:
             said[name] = str(error)
+        try:
+            setattr(trainer, name, getattr(trainer, name, None))
+            taken.add(name)
+        except ConfigError:
+            pass
     assert not said.keys() & OWN[cls].split()
     unheard = [name for name, text in said.items() if "it has" in text or "did you mean" in text]
     assert unheard == [], "what is said of names that nobody has heard of"
+    methods = {name for name in taken if callable(getattr(cls, name, None))}
+    assert taken - methods == READ.get(cls, set())
 
 
 def test_attributes_of_arguments_are_what_the_trainer_made_of_them(tmp_path: Path) -> None:
@@ -385,6 +476,10 @@ def test_attributes_of_arguments_are_what_the_trainer_made_of_them(tmp_path: Pat
             setattr(trainer, name, None)
     with pytest.raises(ConfigError, match="model of DPOTrainer cannot be set; give its constructor what it is made of"):
         trainer.model = None
+    with pytest.raises(ConfigError, match="label_names of DPOTrainer would not be used; the loss and the metrics are"):
+        trainer.label_names = []
+    with pytest.raises(ConfigError, match="optimizer of DPOTrainer would not be used; give optimizers, or override"):
+        trainer.create_optimizer()
 
 
 class Counting:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from tables import table
 from trainkit.errors import ConfigError
 from trainkit.testing import character_tokenizer
-from trainkit_migrate import framework
+from trainkit_migrate import framework, translate
 from trainkit_trl import (
     AutoModelForCausalLMWithValueHead,
     LengthSampler,
@@ -171,6 +171,17 @@ def test_settings_are_translated_or_refused(made: Any, tmp_path: Any, monkeypatc
     assert (method.target, method.scale_reward, method.cliprange_reward) == (3.0, "running", 2.0)
     assert (method.target_kl, train.max_grad_norm, found.optimizer.name) == (0.5, 0.3, "adam")
     assert trainer.kl_ctl.value == 0.1
+    given = {"tracker_kwargs": {"wandb": {"name": "first", "tags": ["a"]}}, "project_kwargs": {"logging_dir": "logs"}}
+    found = translate("trl", {"PPOConfig": {"log_with": "wandb", **given}}).config["train"]
+    wandb = {"name": "wandb", "project": "trl", "run_name": "first", "tags": ["a"]}
+    assert (found["trackers"], found["run_dir"]) == ([wandb], "logs")
+    logging = settings(tmp_path, monkeypatch, project_kwargs={"logging_dir": "logs"})
+    for name in ("logs", "logs-2"):
+        made = PPOTrainer(logging, model, None, tokenizer).trainer
+        made.begin()
+        assert made.run_dir.name == name
+    with pytest.raises(ConfigError, match=r"PPOConfig\.project_kwargs: given total_limit; PPOTrainer saves nothing"):
+        PPOTrainer(settings(tmp_path, monkeypatch, project_kwargs={"total_limit": 2}), model, None, tokenizer)
     with pytest.raises(ValueError, match="should be a multiple of mini_batch_size"):
         PPOConfig(batch_size=10, mini_batch_size=4)
     with pytest.raises(ValueError, match="config should be a PPOConfig"):

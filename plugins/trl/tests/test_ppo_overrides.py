@@ -233,6 +233,8 @@ def test_a_controller_of_ones_own_sets_the_penalty() -> None:
             self.value *= 2
 
     trainer = made()
+    with pytest.raises(ConfigError, match=r"kl_ctl should have value and update\(current, n_steps\), .* given None"):
+        trainer.kl_ctl = None
     trainer.kl_ctl = Doubling()
     stats = trainer.step(QUERIES, RESPONSES, SCORES)
     assert stats["objective/kl_coef"] == 0.5

@@ -1,4 +1,4 @@
-"""The adapters for TRL and trlX stand on public names of the core and of the plugins alone."""
+"""The adapters, and what comes with them, stand on public names of the core and of the plugins alone."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 PLUGINS = Path(__file__).parents[2]
-OF_OTHERS = {"_name_or_path", "_hf_peft_config_loaded", "_actions"}
-"""Private names of transformers and of argparse, which have no public ones for the same."""
+OF_OTHERS = {"_name_or_path", "_hf_peft_config_loaded", "_actions", "_trial_id"}
+"""Private names of transformers, of argparse and of optuna, which have no public ones for the same."""
 ACCESS = ("getattr", "hasattr", "setattr", "delattr")
 
 
@@ -56,17 +56,17 @@ def defined(tree: ast.AST) -> set[str]:
     return {name for name in found if is_private(name)}
 
 
-@pytest.mark.parametrize("adapter", ["trl", "trlx"])
+@pytest.mark.parametrize("adapter", ["trl", "trlx", "migrate", "sweep", "ddpo"])
 def test_no_private_name_is_read_that_the_adapter_does_not_define(adapter: str) -> None:
     trees = dict(modules(adapter))
     own = set[str]().union(*map(defined, trees.values())) | OF_OTHERS
     foreign = [f"{name}:{line}: {read_name}" for name, tree in trees.items() for line, read_name in read(tree)
                if read_name not in own]  # fmt: skip
     assert foreign == []
-    assert len(trees) > 20, "the modules are found"
+    assert len(trees) > 12, "the modules are found"
 
 
-@pytest.mark.parametrize("adapter", ["trl", "trlx"])
+@pytest.mark.parametrize("adapter", ["trl", "trlx", "migrate", "sweep", "ddpo"])
 def test_no_class_overrides_a_private_name_of_another_distribution_of_trainkit(adapter: str) -> None:
     package, overridden, seen = f"trainkit_{adapter}", [], 0
     for name, _ in modules(adapter):
@@ -82,4 +82,4 @@ def test_no_class_overrides_a_private_name_of_another_distribution_of_trainkit(a
                 for base in bases if each in vars(base)
             ]  # fmt: skip
     assert overridden == []
-    assert seen > 20, "the classes are found"
+    assert seen > 8, "the classes are found"

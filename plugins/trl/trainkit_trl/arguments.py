@@ -13,7 +13,14 @@ from typing import Any, TypeVar
 from trainkit.errors import ConfigError, describe, suggest
 
 C = TypeVar("C", bound=type)
-KINDS = {int: (Integral, "an integer"), float: (Real, "a number"), str: (str, "text"), dict: (Mapping, "a dictionary")}
+KINDS: dict[Any, tuple[Any, str]] = {
+    int: (Integral, "an integer"),
+    float: (Real, "a number"),
+    str: (str, "text"),
+    dict: (Mapping, "a dictionary"),
+    list: (list | tuple, "a list"),
+    Callable: (Callable, "a function"),
+}
 
 
 def checked(cls: C) -> C:
@@ -27,7 +34,7 @@ def checked(cls: C) -> C:
     def checking(self: Any, *args: Any, **kwargs: Any) -> None:
         refuse_unknown(cls, {name: value for name, value in kwargs.items() if name not in hints}, [*hints])
         for name, value in (dict(zip(hints, args, strict=False)) | kwargs).items():
-            if wanted := _fault(value, hints[name]):
+            if wanted := fault(value, hints[name]):
                 raise ConfigError(f"{name} of {cls.__name__} should be {wanted}; given {describe(value)}")
         init(self, *args, **kwargs)
 
@@ -35,8 +42,8 @@ def checked(cls: C) -> C:
     return cls
 
 
-def _fault(value: Any, hint: Any) -> str:
-    """Return what a value should be; empty if it is."""
+def fault(value: Any, hint: Any) -> str:
+    """Return what a value should be by its annotation; empty if it is, or if that is not known."""
     kinds = typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
     plain = [typing.get_origin(kind) or kind for kind in kinds]
     if any(kind is typing.Literal for kind in plain) or (value is None and NoneType in plain):
@@ -45,7 +52,11 @@ def _fault(value: Any, hint: Any) -> str:
         return "" if isinstance(value, bool) else "True or False"
     wanted = [KINDS[kind] for kind in plain if kind in KINDS]
     fits = not isinstance(value, bool) and any(isinstance(value, kind) for kind, _ in wanted)
-    return "" if fits else " or ".join([*(text for _, text in wanted), *(["None"] if NoneType in plain else [])])
+    return (
+        ""
+        if fits or not wanted
+        else " or ".join([*(text for _, text in wanted), *(["None"] if NoneType in plain else [])])
+    )
 
 
 def refuse_unknown(cls: type, given: Mapping[str, Any], known: list[str] | None = None) -> None:

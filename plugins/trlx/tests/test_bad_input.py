@@ -19,7 +19,7 @@ from tables import table
 from trainkit.errors import CheckpointError, ConfigError, DataError, RewardError
 from trainkit_migrate import framework, instead
 from trainkit_trlx.data import default_configs
-from trainkit_trlx.data.configs import TrainConfig, TRLConfig
+from trainkit_trlx.data.configs import KINDS, TrainConfig, TRLConfig
 from trainkit_trlx.data.default_configs import default_ilql_config, default_ppo_config, default_sft_config
 from trainkit_trlx.data.method_configs import get_method
 from trainkit_trlx.models.modeling_ppo import PPOConfig
@@ -421,6 +421,27 @@ CASES: dict[str, tuple[Callable[[Case], Any], type[Exception], str]] = {
         lambda t: t.sampled(max_new_token=4),
         ConfigError,
         r"no such field; did you mean 'method\.gen_kwargs\.max_new_tokens'",
+    ),
+    **{
+        f"{section}.{name} of another type": (
+            lambda t, section=section, name=name: t.ppo({section: {name: [3]}}),
+            ConfigError,
+            rf"{section}\.{name} should be .*; given \[3\] \(list\)",
+        )
+        for section, name in (
+            *(path.split(".") for path in KINDS),
+            ("model", "model_path"),
+        )
+    },
+    "an argument that a model does not take": (
+        lambda t: t.ppo({"model": {"model_extra_configs": {"unheard": 1}}}),
+        ConfigError,
+        r"unexpected keyword argument 'unheard'\. Leave it out",
+    ),
+    "a store that is none": (
+        lambda t: setattr(made := t.made(), "store", []) or made.learn(),
+        ConfigError,
+        r"store should be a PPORolloutStorage or derive from it; given \[\] \(list\)",
     ),
     "no room for prompts": (
         lambda t: t.ppo({"train": {"seq_length": 3}}),

@@ -204,7 +204,7 @@ def test_a_method_of_a_trainer_may_be_replaced_in_any_way(
         trained("generate", lambda self, *_, **__: None)
 
 
-@table("name", ["max_length", "num_mb", "ref_std", "prompt_iterator", "train_dataloader", "eval_dataloader", "decode"])
+@table("name", ["max_length", "num_mb", "ref_std", "prompt_iterator", "log_rollouts", "eval_dataloader", "decode"])
 def test_an_attribute_that_would_not_be_read_is_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,9 +74,10 @@ def train(
         )
     if not isinstance(config, TRLConfig):
         raise ConfigError(f"config should be a TRLConfig; given {describe(config)}; write TRLConfig.from_dict(config)")
-    set_seed(config.train.seed)
     if model_path is not None:
         config.model.model_path = model_path
+    config.check_kinds()
+    set_seed(config.train.seed)
     make = get_trainer(config.train.trainer)
     trainer = make(
         config=config,

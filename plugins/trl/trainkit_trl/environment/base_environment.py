@@ -133,6 +133,8 @@ class TextEnvironment:
     ) -> None:
         self.model, self.tokenizer, self.prompt = model, tokenizer, prompt or ""
         given = tools or {}
+        if not isinstance(given, Mapping | list | tuple):
+            raise DataError(f"tools should be functions by name, or a list of objects; given {describe(tools)}")
         self.tools = dict(given) if isinstance(given, Mapping) else {type(tool).__name__: tool for tool in given}
         for name, tool in {**self.tools, "reward_fn": reward_fn}.items():
             if not callable(tool):

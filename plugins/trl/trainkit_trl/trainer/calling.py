@@ -93,6 +93,7 @@ OF_ARGUMENTS = (
     "generate_during_eval", "reference_free", "model_adapter_name", "ref_adapter_name", "label_smoothing", "loss_type",
     "beta", "undesirable_weight", "dataset_num_proc", "neftune_noise_alpha", "optimize_device_cache", "pad_token_id",
     "decoder_start_token_id", "use_dpo_data_collator", "use_reward_data_collator", "max_seq_length",
+    "dataset_batch_size",
 )  # fmt: skip
 """Attributes that trainers of TRL have of their arguments."""
 
@@ -102,7 +103,9 @@ class Calling(Overridable):
 
     not_called: ClassVar[Mapping[str, str]] = NOT_CALLED
     absent: ClassVar[Mapping[str, str]] = ABSENT
-    kept: ClassVar[tuple[str, ...]] = (*OF_ARGUMENTS, "args", "train_dataset", "eval_dataset")
+    kept: ClassVar[tuple[str, ...]] = (*OF_ARGUMENTS, "args", "tokenizer", "train_dataset", "eval_dataset")
+    settings: ClassVar[str] = "args"
+    followed: ClassVar[tuple[str, ...]] = ("load_best_model_at_end",)
     of_loss: ClassVar[tuple[str, ...]] = ("compute_loss", "prediction_step")
     """Methods that make the loss; if one is overridden, it is that of `compute_loss`."""
     names: ClassVar[Mapping[str, str]] = {}
@@ -162,7 +165,7 @@ class Calling(Overridable):
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False) -> Any:
         """Return the loss of a micro-batch []."""
-        raise NotImplementedError
+        raise NotImplementedError(self.not_called.get("compute_loss", ""))
 
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None

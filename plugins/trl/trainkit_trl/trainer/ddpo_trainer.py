@@ -69,6 +69,7 @@ class DDPOTrainer(BaseTrainer):
     """
 
     kept: ClassVar[tuple[str, ...]] = ("config", "sd_pipeline")
+    followed: ClassVar[tuple[str, ...]] = ("num_epochs", "save_freq")
     not_called: ClassVar[Mapping[str, str]] = {
         "_generate_samples": "subclass trainkit_ddpo.ImagePipeline for a model that samples otherwise",
         "_train_batched_samples": BY_LOSS,
@@ -95,9 +96,8 @@ class DDPOTrainer(BaseTrainer):
         refuse_unknown(DDPOTrainer, unknown)
         _check(config, reward_function, prompt_function, image_samples_hook)
         self.config, self.sd_pipeline = config, sd_pipeline
-        self.reward_fn = self.reward_function = reward_function
-        self.prompt_fn = self.prompt_function = prompt_function
-        self.image_samples_callback = self.image_samples_hook = image_samples_hook
+        self.reward_fn, self.prompt_fn = reward_function, prompt_function
+        self.image_samples_callback = image_samples_hook
         model, adapter = _model(sd_pipeline)
         own = self.overrides("_setup_optimizer")
         settled = _translated(config, own_optimizer=own).evolve(model={"peft_config": adapter})
@@ -120,6 +120,7 @@ class DDPOTrainer(BaseTrainer):
             self.trainer.begin()
         self.trainer.models.build()
         self.first_epoch = int(self.trainer.progress.collection)
+        self.keep_settings()
 
     @property
     def accelerator(self) -> Any:
@@ -186,6 +187,7 @@ class DDPOTrainer(BaseTrainer):
             RewardError: the reward function failed, or returned something else than it should.
             ValueError: an argument is no integer.
         """
+        self.check_settings()
         if not (isinstance(epoch, int) and isinstance(global_step, int)):
             raise ValueError(f"epoch and global_step should be integers; given {epoch!r} and {global_step!r}")
         prompts = [self._drawn(index) for index in range(self._images)]
@@ -491,25 +493,18 @@ def _check(config: Any, reward_function: Any, prompt_function: Any, hook: Any) -
 
 def _translated(config: DDPOConfig, *, own_optimizer: bool) -> trainkit.TRLConfig[Any]:
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    found = translate(
-        "trl",
-        {"DDPOConfig": {**asdict(config), "mixed_precision": config.mixed_precision or "no"}},
-        processes=processes,
-    )
-    if found.refused:
-        raise ConfigError("settings of TRL without counterpart:\n  " + "\n  ".join(map(str, found.refused)))
-    for remark in found.remarks:
-        log.warning("%s", remark)
+    given = {**asdict(config), "mixed_precision": config.mixed_precision or "no"}
+    settings = translate("trl", {"DDPOConfig": given}, processes=processes).accepted("settings of TRL", log.warning)
     if config.allow_tf32 and torch.cuda.is_available():
         torch.set_float32_matmul_precision("high")
     if own_optimizer:
-        del found.config["optimizer"]
-    train = found.config["train"]
+        del settings["optimizer"]
+    train = settings["train"]
     if train.get("resume") == "auto" and not [*Path(train["run_dir"]).glob("checkpoints/step_*")]:
         raise ValueError(f"resume_from is {config.resume_from!r}, where there is no checkpoint of a run of trainkit")
     if processes == 1 and not train.get("resume"):
         train["run_dir"] = free_directory(train["run_dir"])
-    return trainkit.default_config("ddpo").evolve(**found.config)
+    return trainkit.default_config("ddpo").evolve(**settings)
 
 
 __getattr__ = refusing(__name__)

@@ -90,7 +90,7 @@ class DPOTrainer(PairTrainer):
         eval_dataset: Any = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         model_init: Any = None,
-        callbacks: Any = None,
+        callbacks: list[Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         preprocess_logits_for_metrics: Any = None,
         max_length: int | None = None,

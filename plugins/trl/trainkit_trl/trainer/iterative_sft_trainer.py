@@ -89,6 +89,7 @@ class IterativeSFTTrainer(LikelihoodTrainer):
         Raises:
             ValueError: neither or both of ids and texts are given, or lists are not of one length.
         """
+        self.check_settings()
         if (input_ids is None) == (texts is None):
             raise ValueError("give either input_ids or texts")
         if texts_labels is not None and not self.trainer.text.is_encoder_decoder:

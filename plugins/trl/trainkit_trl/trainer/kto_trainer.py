@@ -77,7 +77,7 @@ class KTOTrainer(OfflineTrainer):
         tokenizer: PreTrainedTokenizerBase | None = None,
         data_collator: Any = None,
         model_init: Any = None,
-        callbacks: Any = None,
+        callbacks: list[Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         preprocess_logits_for_metrics: Any = None,
         peft_config: Any = None,

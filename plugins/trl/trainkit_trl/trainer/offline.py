@@ -6,6 +6,7 @@ import copy
 import inspect
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -15,7 +16,7 @@ from dataclasses import fields
 from enum import Enum
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, get_type_hints
 
 import torch
 from safetensors.torch import load_file
@@ -41,6 +42,7 @@ from trainkit.models import arguments_of_today, has_adapter
 from trainkit.plugins import add_callback
 from trainkit.runs import free_directory
 from trainkit_migrate import framework, translate
+from trainkit_trl.arguments import fault
 from trainkit_trl.overriding import ADAPTER
 from trainkit_trl.trainer.adapters import reference_of
 from trainkit_trl.trainer.calling import OF_ARGUMENTS, Calling
@@ -103,6 +105,7 @@ class Log:
             return
         self.written.append(trainer.run_dir / f"checkpoint-{step}")
         self.owner.save_model(str(self.written[-1]), _internal_call=True)
+        self.owner.write_state(self.written[-1])
         while len(self.written) > train.keep_checkpoints:
             old = self.written.pop(0)
             if self.owner.is_world_process_zero():
@@ -179,7 +182,7 @@ class OfflineTrainer(Calling):
         elif tokenizer is None:
             tokenizer = tokenizer_of(model)
         self.check_called(config, model)
-        self._trackers, left = take_trackers(config.train.trackers)
+        self._trackers, left = take_trackers(config.train.trackers, self._log_names)
         config = config.evolve(train={"trackers": left})
         self.trainer = self.trainer_class()(
             config,
@@ -188,7 +191,8 @@ class OfflineTrainer(Calling):
             callbacks=[self._log, *self._callbacks, *self._trackers],
             **live,
         )
-        self.tokenizer, self._args_read = self.trainer.tokenizer, dict(vars(self.args))
+        vars(self)["tokenizer"] = self.trainer.tokenizer
+        self.keep_settings()
         if self.truncated:
             self.trainer.text.shape = truncation(
                 {**vars(self.args), **given},
@@ -328,7 +332,7 @@ class OfflineTrainer(Calling):
 
     @optimizer.setter
     def optimizer(self, value: Any) -> None:
-        self._own["optimizer"] = value
+        self._set_own("optimizer", "create_optimizer", value)
 
     @property
     def lr_scheduler(self) -> Any:
@@ -337,7 +341,14 @@ class OfflineTrainer(Calling):
 
     @lr_scheduler.setter
     def lr_scheduler(self, value: Any) -> None:
-        self._own["lr_scheduler"] = value
+        self._set_own("lr_scheduler", "create_scheduler", value)
+
+    def _set_own(self, name: str, method: str, value: Any) -> None:
+        if not self.overrides(method):
+            raise ConfigError(
+                f"{name} of {type(self).__name__} would not be used; give optimizers, or override {method}"
+            )
+        self._own[name] = value
 
     @property
     def data_collator(self) -> Any:
@@ -400,6 +411,8 @@ class OfflineTrainer(Calling):
         alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
         if resume and (found := re.search(r"checkpoint-(\d+)/?$", str(resume))):  # whose state trainkit keeps apart
             resume = str(Path(str(resume)).parent / "checkpoints" / f"step_{int(found[1]):08d}")
+        if resume is True and not [*Path(given).glob("checkpoints/step_*")]:
+            raise ConfigError(f"{given} has no checkpoint to resume from; leave resume_from_checkpoint out")
         train = {"resume": "auto" if resume is True else resume} if resume else {}
         run_dir = free_directory(given) if alone and not resume else given
         self.trainer.config = config.evolve(train={"run_dir": run_dir, **train})
@@ -418,16 +431,15 @@ class OfflineTrainer(Calling):
             trial: without effect.
             ignore_keys_for_eval: without effect.
         """
-        for each in fields(self.args):
-            read, now = (values.get(each.name) for values in (self._args_read, vars(self.args)))
-            if each.name != "load_best_model_at_end" and now is not read and now != read:
-                raise ConfigError(
-                    f"args.{each.name} was {read!r} when {type(self).__name__} was made, which read it, and is {now!r};"
-                    " set it before"
-                )
+        self.check_settings()
         self._choose_directory(resume_from_checkpoint)
-        started = time.perf_counter()
+        started, state, steps = time.perf_counter(), self.state, self.trainer.total_steps
+        epochs = self.args.num_train_epochs
+        if self.args.max_steps > 0 and (rows := getattr(self.trainer.pipeline, "rows", None)):
+            epochs = steps * self.trainer.config.train.batch_size / len(rows)
+        state.max_steps, state.num_train_epochs = steps, math.ceil(epochs)
         self.trainer.learn()
+        self._keep_best()
         if self.args.load_best_model_at_end:
             self._load_best()
         losses = [each["loss"] for each in self.state.log_history if "loss" in each]
@@ -441,6 +453,13 @@ class OfflineTrainer(Calling):
         }
         self.state.log_history.append({**metrics, "step": self.state.global_step})
         return TrainOutput(self.state.global_step, mean, metrics)
+
+    def _keep_best(self) -> None:
+        """Set what ``state`` has of the best evaluation, if the run has compared any."""
+        best, value = self.trainer.config.train.save_best, self.trainer.progress.best
+        if best and math.isfinite(value):
+            self.state.best_metric = value if best is True or best.mode == "max" else -value
+            self.state.best_model_checkpoint = str(self.trainer.run_dir / "best")
 
     def _load_best(self) -> None:
         """Load the weights of the best evaluation, which the run has exported."""
@@ -463,6 +482,9 @@ class OfflineTrainer(Calling):
             eval_dataset: held-out rows, or several datasets by name, whose metrics are ``eval_<name>_loss`` and others.
             ignore_keys: without effect.
             metric_key_prefix: what the names of metrics begin with.
+
+        Raises:
+            ConfigError: there are none.
         """
         if isinstance(eval_dataset, Mapping):
             return {
@@ -470,6 +492,8 @@ class OfflineTrainer(Calling):
                 for each, dataset in eval_dataset.items()
                 for name, value in self.evaluate(dataset, ignore_keys, f"{metric_key_prefix}_{each}").items()
             }
+        if eval_dataset is None and self.eval_dataset is None:
+            raise ConfigError("there is nothing to evaluate on; give eval_dataset, here or to the constructor")
         self._choose_directory()
         self.trainer.begin()
         measure = partial(get_trainer(self.method).evaluate, self.trainer)
@@ -527,7 +551,14 @@ class OfflineTrainer(Calling):
         self.save_model(str(save_directory))
 
     def save_state(self) -> None:
-        """Do nothing: checkpoints have the state."""
+        """Write ``state`` to ``trainer_state.json`` in ``args.output_dir``, as it is in every checkpoint."""
+        self.write_state(Path(self.args.output_dir or "."))
+
+    def write_state(self, directory: Path) -> None:
+        """Write ``state`` to a directory."""
+        if self.is_world_process_zero():
+            directory.mkdir(parents=True, exist_ok=True)
+            self.state.save_to_json(str(directory / "trainer_state.json"))
 
     def push_to_hub(self, commit_message: str | None = "End of training", blocking: bool = True, **kwargs: Any) -> Any:
         """Publish what `save_model` writes in ``args.hub_model_id``.
@@ -610,14 +641,9 @@ def settled(
         sections[home] = _telling(home, *({name: getattr(each, name) for name in own} for each in (args, plain)))
     processes = int(os.environ.get("WORLD_SIZE", 1))
     found = translate("trl", sections, processes=processes, rows=rows)
-    if found.refused:
-        raise ConfigError("settings of TRL without counterpart:\n  " + "\n  ".join(map(str, found.refused)))
-    for remark in found.remarks:
-        log.warning("%s", remark)
-    for name in live:
-        found.config.pop(name, None)
-    method = found.config["method"]["name"]
-    return trainkit.default_config(method).evolve(**found.config)
+    settings = found.accepted("settings of TRL", log.warning)
+    kept = {name: section for name, section in settings.items() if name not in live}
+    return trainkit.default_config(kept["method"]["name"]).evolve(**kept)
 
 
 def _telling(section: str, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -791,6 +817,27 @@ def parameters(cls: type) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(own).parameters
 
 
+def _check_kinds(home: str, given: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
+    """Raise a ConfigError if an argument of a constructor is of another type than its annotation, or than `KINDS`."""
+    for name, value in given.items():
+        kinds, wanted = KINDS.get(name, (object, ""))
+        if not isinstance(value, kinds) and (name == "model" or value is not None):
+            raise ConfigError(f"{name} of {home} should be {wanted}; given {describe(value)}")
+        if wanted := fault(value, hints.get(name, Any)):
+            raise ConfigError(f"{name} of {home} should be {wanted}; given {describe(value)}")
+    pair = given.get("optimizers")
+    if pair is not None and not (isinstance(pair, tuple | list) and len(pair) == 2):
+        raise ConfigError(f"optimizers of {home} should be an optimizer and its schedule; given {describe(pair)}")
+    for name in ("train_dataset", "eval_dataset"):
+        value = given.get(name)
+        several = isinstance(value, Mapping) and name == "train_dataset"
+        if value is not None and (isinstance(value, str | bytes) or several or not hasattr(value, "__iter__")):
+            raise ConfigError(
+                f"{name} of {home} should be a dataset, such as a split of load_dataset(...), or a list of rows; "
+                f"given {describe(value)}"
+            )
+
+
 F = TypeVar("F", bound=Callable[..., None])
 
 
@@ -798,29 +845,20 @@ def checking(init: F) -> F:
     """Make a constructor check the names and kinds of its arguments; those that are wrong are ConfigErrors."""
     signature = inspect.signature(init)
     known = [name for name in signature.parameters if name != "self"]
+    hints = get_type_hints(init)
 
     @wraps(init)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+    def checked(self: Any, *args: Any, log_names: str = "trl", **kwargs: Any) -> None:
+        self._log_names = log_names
         home = next(each.__name__ for each in type(self).__mro__ if each.__module__.startswith(ADAPTER))
         for name in kwargs:
             if name not in known:
                 raise ConfigError(f"{home} takes no {name}{suggest(name, known)}; it takes {', '.join(known)}")
         try:
-            given = signature.bind(self, *args, **kwargs).arguments
+            given = {"model": None, **signature.bind(self, *args, **kwargs).arguments}
         except TypeError as error:
             raise ConfigError(f"the arguments of {home} do not fit: {error}; name them") from error
-        for name, (kinds, wanted) in KINDS.items():
-            value, optional = given.get(name), name != "model"
-            if name in known and not (isinstance(value, kinds) or (optional and value is None)):
-                raise ConfigError(f"{name} of {home} should be {wanted}; given {describe(value)}")
-        for name in ("train_dataset", "eval_dataset"):
-            value = given.get(name)
-            several = isinstance(value, Mapping) and name == "train_dataset"
-            if value is not None and (isinstance(value, str | bytes) or several or not hasattr(value, "__iter__")):
-                raise ConfigError(
-                    f"{name} of {home} should be a dataset, such as a split of load_dataset(...), or a list of rows; "
-                    f"given {describe(value)}"
-                )
+        _check_kinds(home, given, hints)
         init(self, *args, **kwargs)
 
     return checked  # type: ignore[return-value]

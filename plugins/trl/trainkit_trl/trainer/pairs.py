@@ -260,7 +260,7 @@ class ReferenceFreeTrainer(PairTrainer):
         eval_dataset: Any = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         model_init: Any = None,
-        callbacks: Any = None,
+        callbacks: list[Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         preprocess_logits_for_metrics: Any = None,
         peft_config: Any = None,

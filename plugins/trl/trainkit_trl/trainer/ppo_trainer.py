@@ -22,6 +22,7 @@ import trainkit
 from trainkit.errors import ConfigError, DataError, describe
 from trainkit.metrics import Std
 from trainkit.models import PreTrainedModelWrapper, ValueHead
+from trainkit.runs import free_directory
 from trainkit_migrate import refusing, translate, translate_sampling
 from trainkit_trl.arguments import check_takes, refuse_unknown
 from trainkit_trl.core import average_torch_dicts, convert_to_scalar, set_seed, stats_to_np
@@ -98,7 +99,10 @@ class PPOTrainer(Parts, BaseTrainer):
             says what to write instead.
     """
 
-    kept: ClassVar[tuple[str, ...]] = ("config", "model", "tokenizer")
+    kept: ClassVar[tuple[str, ...]] = (
+        "config", "model", "tokenizer", "dataset", "lr_scheduler", "data_collator", "is_peft_model",
+        "is_encoder_decoder",
+    )  # fmt: skip
     not_called: ClassVar[Mapping[str, str]] = {
         "batched_forward_pass": "override loss or train_minibatch, which get its results",
         "prepare_model_inputs": "override prepare_dataloader, or change queries and responses before step",
@@ -177,6 +181,7 @@ class PPOTrainer(Parts, BaseTrainer):
         config.global_batch_size = config.batch_size * config.world_size
         config.global_backward_batch_size = (config.backward_batch_size or 1) * config.world_size
         self.dataloader = None if dataset is None else self.prepare_dataloader(dataset, data_collator)
+        self.keep_settings()
 
     def _check_overrides(self) -> None:
         """Raise a ConfigError if a method is overridden whose arguments there are not."""
@@ -247,6 +252,11 @@ class PPOTrainer(Parts, BaseTrainer):
 
     @kl_ctl.setter
     def kl_ctl(self, controller: Any) -> None:
+        if not (hasattr(controller, "value") and callable(getattr(controller, "update", None))):
+            raise ConfigError(
+                f"kl_ctl should have value and update(current, n_steps), as FixedKLController; given "
+                f"{describe(controller)}"
+            )
         self.trainer.kl = Controller(controller)
 
     @cached_property
@@ -365,6 +375,7 @@ class PPOTrainer(Parts, BaseTrainer):
         Raises:
             ValueError: the lists have another length than ``config.batch_size``, or hold something else.
         """
+        self.check_settings()
         started, size = perf_counter(), self.config.batch_size
         queries, responses, scores, masks = self._step_safety_checker(size, queries, responses, scores, response_masks)
         coef = self.kl_ctl.value
@@ -524,11 +535,8 @@ def _sampling(given: dict[str, Any], vocabulary: int) -> dict[str, Any]:
     if isinstance(given.get("eos_token_id"), int) and given["eos_token_id"] >= vocabulary:
         given = {**given, "eos_token_id": -1}
     found = translate_sampling({"do_sample": True, **given})
-    if found.refused:
-        raise ConfigError("arguments without counterpart:\n  " + "\n  ".join(map(str, found.refused)))
-    for remark in found.remarks:
-        _say_once(f"generate(): {remark}")
-    usual = {"top_k": 50, "max_new_tokens": 20, **found.config}  # as in transformers
+    settings = found.accepted("arguments", lambda remark: _say_once(f"generate(): {remark}"))
+    usual = {"top_k": 50, "max_new_tokens": 20, **settings}  # as in transformers
     return {**usual, **{name: int(usual[name]) for name in ("top_k", "max_new_tokens")}}
 
 
@@ -566,17 +574,15 @@ def _say_once(text: str) -> None:
 def _translated(config: PPOConfig, model: Any, shared: int | None, *, own_optimizer: bool) -> trainkit.TRLConfig[Any]:
     processes = int(os.environ.get("WORLD_SIZE", 1))
     given = {name: value for name, value in asdict(config).items() if name not in FILLED}
-    found = translate("trl", {"PPOConfig": given}, processes=processes)
-    if found.refused:
-        raise ConfigError("settings of TRL without counterpart:\n  " + "\n  ".join(map(str, found.refused)))
-    for remark in found.remarks:
-        log.warning("%s", remark)
+    settings = translate("trl", {"PPOConfig": given}, processes=processes).accepted("settings of TRL", log.warning)
     if usual := [name for name in OF_0_7 if getattr(config, name) == getattr(PPOConfig, name)]:
         told = ", ".join(f"{name}={getattr(config, name)}, which was {OF_0_7[name]} in 0.7" for name in usual)
         _say_once(f"PPOConfig has defaults of TRL 0.8: {told}; write the values that you need")
     if own_optimizer:
-        del found.config["optimizer"]
-    settled = trainkit.default_config("ppo").evolve(**found.config)
+        del settings["optimizer"]
+    if processes == 1 and (run_dir := settings["train"].get("run_dir")):
+        settings["train"]["run_dir"] = free_directory(run_dir)
+    settled = trainkit.default_config("ppo").evolve(**settings)
     if shared is None:
         return settled
     layers = model.config.get_text_config(decoder=True).num_hidden_layers

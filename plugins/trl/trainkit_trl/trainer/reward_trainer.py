@@ -65,7 +65,7 @@ class RewardTrainer(OfflineTrainer):
         tokenizer: PreTrainedTokenizerBase | None = None,
         model_init: Any = None,
         compute_metrics: Any = None,
-        callbacks: Any = None,
+        callbacks: list[Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         preprocess_logits_for_metrics: Any = None,
         max_length: int | None = None,

@@ -108,7 +108,7 @@ class SFTTrainer(LikelihoodTrainer):
         tokenizer: PreTrainedTokenizerBase | None = None,
         model_init: Any = None,
         compute_metrics: Any = None,
-        callbacks: Any = None,
+        callbacks: list[Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         preprocess_logits_for_metrics: Any = None,
         peft_config: Any = None,

@@ -118,8 +118,8 @@ def truncation(
         raise ConfigError(f"truncation_mode should be 'keep_end' or 'keep_start'; given {mode!r}")
     lengths = {name: given.get(name) for name in ("max_prompt_length", "max_target_length", "max_completion_length")}
     for name, value in lengths.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} should be 1 at least; given {value}")
+        if value is not None and not (isinstance(value, int) and value >= 1):
+            raise ConfigError(f"{name} should be 1 at least; given {value!r}")
     prompt, *outputs = lengths.values()
     output = next((value for value in outputs if value is not None), USUAL)
     prompt = USUAL if prompt is None else prompt

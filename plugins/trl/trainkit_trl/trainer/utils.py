@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from transformers import BitsAndBytesConfig, DataCollatorForLanguageModeling, Tr
 
 from trainkit import metrics
 from trainkit.data import Completions
+from trainkit.errors import DataError
 from trainkit.functional import preference_accuracy
 from trainkit.metrics import PerPromptStatTracker as PerPromptStatTracker
 from trainkit.models import disable_dropout
@@ -168,7 +170,7 @@ class ConstantLengthDataset(IterableDataset[dict[str, Any]]):
         self.max_buffer_size = seq_length * chars_per_token * num_of_sequences
         self.shuffle, self.append_concat_token = shuffle, append_concat_token
         self.add_special_tokens = add_special_tokens
-        self.formatting_func = formatting_func or (lambda row: str(row[dataset_text_field]))
+        self.formatting_func = formatting_func or partial(_text_of, str(dataset_text_field))
 
     def __len__(self) -> int:
         """Return the number of texts, as TRL does; how many rows they make is known when they are read."""
@@ -205,6 +207,12 @@ class ConstantLengthDataset(IterableDataset[dict[str, Any]]):
                 yield texts
             if not self.infinite:
                 return
+
+
+def _text_of(column: str, row: Mapping[str, Any]) -> str:
+    if column not in row:
+        raise DataError(f"a row has no {column!r}, which is dataset_text_field; it has {', '.join(map(str, row))}")
+    return str(row[column])
 
 
 class Tokenised:

@@ -20,6 +20,13 @@ from trainkit_trlx.data.method_configs import MethodConfig, check_arguments, che
 from trainkit_trlx.overrides import own_class
 
 log = logging.getLogger(__name__)
+KINDS: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(("train.trainer", "train.pipeline"), (str, "a registered name")),
+    "train.seed": (int, "an integer"),
+    "train.checkpoint_dir": (str | os.PathLike, "a directory"),
+    "train.resume_from_checkpoint": (str | os.PathLike | None, "the directory of a checkpoint, or None"),
+}
+"""What fields should be that are read before trainkit checks its own configuration."""
 
 
 def merge(base: dict[str, Any], update: Mapping[str, Any], updated: set[str] | None = None) -> dict[str, Any]:
@@ -218,6 +225,18 @@ class TRLConfig:
     def __str__(self) -> str:
         return json.dumps(self.to_dict(), indent=4, default=str)
 
+    def check_kinds(self) -> None:
+        """Raise a `ConfigError` if a field is of another type than what it is read as."""
+        for path, (kind, wanted) in KINDS.items():
+            section, _, name = path.partition(".")
+            if not isinstance(value := getattr(getattr(self, section), name), kind):
+                raise ConfigError(f"{path} should be {wanted}; given {describe(value)}")
+        model = self.model.model_path
+        if not isinstance(model, str | os.PathLike | None) and not (
+            hasattr(model, "config") or hasattr(model, "to_dict")
+        ):
+            raise ConfigError(f"model.model_path should be a hub id, a directory or a model; given {describe(model)}")
+
     def translated(self, measured: bool = False, trainer: str | None = None) -> trainkit.TRLConfig[Any]:
         """Return the configuration of trainkit. What has no effect in trainkit is logged once.
 
@@ -228,13 +247,10 @@ class TRLConfig:
         Raises:
             ConfigError: a setting has no counterpart; says what to write instead.
         """
-        found = self._translation(measured, trainer)
-        if found.refused:
-            raise ConfigError("settings of trlX without counterpart:\n  " + "\n  ".join(map(str, found.refused)))
-        for remark in found.remarks:
-            say_once(str(remark))
-        method = found.config.get("method", {}).get("name", "ppo")
-        return trainkit.default_config(method).evolve(**found.config)
+        self.check_kinds()
+        settings = self._translation(measured, trainer).accepted("settings of trlX", say_once)
+        method = settings.get("method", {}).get("name", "ppo")
+        return trainkit.default_config(method).evolve(**settings)
 
     def _translation(self, measured: bool, trainer: str | None) -> Translation:
         given = self.to_dict()

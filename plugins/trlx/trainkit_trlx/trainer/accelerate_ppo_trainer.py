@@ -306,7 +306,13 @@ class AcceleratePPOTrainer(Computed):
         self.store = PPORolloutStorage(self.tokenizer.pad_token_id, self.tokenizer.padding_side)
 
     def take_store(self) -> None:
-        """Let collections be those of the store, if the user fills it or has a store of their own."""
+        """Let collections be those of the store, if the user fills it or has a store of their own.
+
+        Raises:
+            ConfigError: it is no store.
+        """
+        if not hasattr(self.store, "clear_history"):
+            raise ConfigError(f"store should be a PPORolloutStorage or derive from it; given {describe(self.store)}")
         own = replaced(self, ("make_experience", "push_to_store")) or replaced(self.store)
         if own or type(self.store) is not PPORolloutStorage or len(self.store):
             trainer = self.trainer

@@ -84,6 +84,7 @@ NOT_SET = {
     "prompt_iterator": "call add_prompt_pipeline",
     "prompt_dataloader": "call add_prompt_pipeline",
     "train_dataloader": f"fill store in make_experience ({LOOP})",
+    "log_rollouts": "set config.train.rollout_logging_dir",
 }
 """Attributes of trlX that trainkit does not read, and what to do."""
 
@@ -523,15 +524,11 @@ class Computed(AccelerateRLTrainer):
     ) -> Any:
         """Generate with arguments of transformers over ``settings`` of trainkit."""
         input_ids, copies = _ids(input_ids), kwargs.pop("num_return_sequences", 1)
-        found = translate_sampling(kwargs)
-        if found.refused:
-            raise ConfigError("arguments without counterpart:\n  " + "\n  ".join(map(str, found.refused)))
-        for remark in found.remarks:
-            say_once(f"generate(): {remark}")
+        found = translate_sampling(kwargs).accepted("arguments", lambda remark: say_once(f"generate(): {remark}"))
         input_ids = input_ids.repeat_interleave(copies, dim=0)
         if attention_mask is not None:
             attention_mask = _ids(attention_mask).repeat_interleave(copies, dim=0)
-        chosen, text = {**settings, **found.config}, self.trainer.text
+        chosen, text = {**settings, **found}, self.trainer.text
         with self._whole_prompts():
             if text.limit is not None and not text.is_encoder_decoder:
                 real = input_ids.shape[1] if attention_mask is None else int(attention_mask.sum(1).max())
