@@ -403,5 +403,31 @@ OF_ESTIMATES = (
     ),
 )
 
-OF_LAWS = (*OF_CONTEXT, *OF_TIME, *OF_EXPECTATION, *OF_ESTIMATES)
+OF_FORMULAS = (
+    Bug(
+        "steered_by_the_mean",
+        "text is sampled by the mean of the two targets of Q, of which training reads the lower one",
+        "of the field",
+        "ilql",
+        ("effects_as_declared",),
+        patch="""
+-        return torch.stack([q(states) for q in self.target_q]).amin(0) - values.unsqueeze(-1)
++        return torch.stack([q(states) for q in self.target_q]).mean(0) - values.unsqueeze(-1)
+""",
+        missed="the higher of two targets",
+    ),
+    Bug(
+        "newest_leave_a_full_pool",
+        "a pool that is full keeps its oldest responses, and learns from them for ever",
+        "of the field",
+        "rft",
+        ("effects_as_declared",),
+        patch="""
+-                self.pools[query] = dict([*others, (response, score)][-self.method.pool_size :])
++                self.pools[query] = dict([*others, (response, score)][: self.method.pool_size])
+""",
+    ),
+)
+
+OF_LAWS = (*OF_CONTEXT, *OF_TIME, *OF_EXPECTATION, *OF_ESTIMATES, *OF_FORMULAS)
 """All of them, by law."""
