@@ -99,6 +99,18 @@ OF_CONTEXT = (
 +        losses = -masked_sum(batch.advantages * logprobs, mask, dim=1) / batch.sequences.lengths
 """,
     ),
+    Bug(
+        "truncated_if_not_the_longest",
+        "responses that are shorter than the longest of their part count as ended, the others as truncated",
+        "of the field",
+        "rloo",
+        ("context_does_not_count",),
+        patch="""
+-            return penalise_truncated(placed, terminated, mask, self.method.missing_eos_penalty)
++            terminated = mask.sum(1) < mask.sum(1).max()
++            return penalise_truncated(placed, terminated, mask, self.method.missing_eos_penalty)
+""",
+    ),
 )
 
 OF_TIME = (
