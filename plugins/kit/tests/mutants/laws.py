@@ -417,6 +417,17 @@ OF_ESTIMATES = (
 
 OF_FORMULAS = (
     Bug(
+        "groups_kept_by_a_margin",
+        "groups whose best score is less than a half above their mean are replaced, as if their scores were equal",
+        "of the field",
+        "grpo",
+        ("effects_as_declared",),
+        patch="""
+-        return (groups != groups[:, :1]).any(1).repeat_interleave(self.method.group_size)
++        return (groups.amax(1) > groups.mean(1) + 0.5).repeat_interleave(self.method.group_size)
+""",
+    ),
+    Bug(
         "steered_by_the_mean",
         "text is sampled by the mean of the two targets of Q, of which training reads the lower one",
         "of the field",
