@@ -64,6 +64,13 @@ def groups_without_a_difference(trainer: Any) -> float:
     return float((groups == 0).all(1).any())
 
 
+def kept_of_three_groups(trainer: Any) -> float:
+    """Return how many groups are kept, of one with equal scores, one with near ones and one with negative ones."""
+    size = trainer.samples_per_prompt
+    scores = torch.tensor([[1.0] * size, [1.0] * (size - 1) + [1.01], [-2.0] * (size - 1) + [-5.0]])
+    return float(trainer.keep(None, scores.flatten()).sum() / size)
+
+
 EFFECTS: dict[str, Effect | list[Effect]] = {
     "group_size": Effect("responses", equals={2: 2, 4: 4, 8: 8}),
     # twelve steps, two of them in a pass
@@ -87,9 +94,10 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     ),
     "cliprange": Effect("unclipped", rises=(0.01, 0.1, 1.0), under=ALONE),
     "cliprange_high": Effect("unclipped", rises=(0.01, 0.1, 1.0), under={**ALONE, "method.cliprange": 0.01}),
-    "dynamic_sampling": Effect(
-        groups_without_a_difference, equals={False: 1.0, True: 0.0}, under={"rollout.num_rollouts": 64}
-    ),
+    "dynamic_sampling": [
+        Effect(groups_without_a_difference, equals={False: 1.0, True: 0.0}, under={"rollout.num_rollouts": 64}),
+        Effect(kept_of_three_groups, equals={True: 2.0}),
+    ],
 }
 
 

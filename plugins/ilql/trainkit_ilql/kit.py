@@ -92,6 +92,18 @@ def heads(trainer: Any) -> int:
     return len(trainer.unwrapped.head.q)
 
 
+@torch.no_grad()
+def steering_by_its_formula(trainer: Any) -> float:
+    """Return 1 + the error of what is added to logits, relative to min Q̂ − V, with heads whose outputs all differ."""
+    trainer.models.build()
+    head = nudged(trainer, 0.2).unwrapped.head
+    states = torch.linspace(-1, 1, 5 * head.q[0].hidden.in_features, device=trainer.accelerator.device).view(5, -1)
+    targets = [each(states) for each in head.target_q]
+    due = torch.stack(targets).min(0).values - head.v(states).unsqueeze(-1)
+    found = trainer.steer(torch.zeros_like(due), states, trainer.settings(beta=1.0))
+    return float(1 + (found - due).abs().max() / due.abs().max())
+
+
 def weights_of(module: Any) -> Tensor:
     """Return the parameters and buffers of a module as one vector."""
     return torch.cat([x.detach().flatten() for x in (*module.parameters(), *module.buffers())])
@@ -140,6 +152,7 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     ),
     "two_qs": [
         Effect(heads, equals={False: 1, True: 2}),
+        Effect(steering_by_its_formula, equals={False: 1.0, True: 1.0}),
         Effect(loss_by_its_formula, equals={False: 1.0, True: 1.0}, under=WEIGHTED),
     ],
     # of the distance, 1 − α is left after the first step

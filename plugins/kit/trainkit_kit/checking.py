@@ -12,6 +12,7 @@ from pathlib import Path
 
 from trainkit.errors import NonFiniteError
 from trainkit_kit.failures import CheckError
+from trainkit_kit.probing import probed_once
 from trainkit_kit.repeating import difference_at_start
 from trainkit_kit.subjects import PARTS, Bench, Kind, Subject
 
@@ -39,7 +40,8 @@ class Check:
         Raises:
             CheckError: the check failed. Other exceptions of the plugin are passed on.
         """
-        with tempfile.TemporaryDirectory() as made, redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        quiet = redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO())
+        with tempfile.TemporaryDirectory() as made, quiet[0], quiet[1], probed_once():
             bench = Bench(subject, folder or Path(made))
             try:
                 self.function(bench)

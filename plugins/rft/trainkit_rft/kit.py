@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from trainkit.testing import Declaration, Effect, Structure
 
 
@@ -48,6 +50,16 @@ def largest_pool(trainer: Any) -> int:
     return max(len(pool) for pool in trainer.pools.values())
 
 
+def old_ones_that_stay(trainer: Any) -> int:
+    """Return how many responses of a full pool are left after two better ones came: the oldest leave."""
+    x = trainer.experience(trainer.sample([{"prompt": "a"}] * 2), torch.tensor([1.0, 2.0]))
+    old = {str([0] * (20 + i)): 0.0 for i in range(trainer.method.pool_size)}
+    trainer.pools = {str(x.sequences.queries[0].tolist()): old}
+    trainer.prepare_experience(x)
+    (pool,) = trainer.pools.values()
+    return len(old.keys() & pool.keys())
+
+
 LONG = {"train.total_steps": 10}
 ONE_KIND = {"method.start_percentile": 0.5, "method.end_percentile": 0.5}
 EFFECTS: dict[str, Effect | list[Effect]] = {
@@ -59,7 +71,10 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     # the lowest score is never kept; at the percentile p, those from 10p on
     "start_percentile": Effect(kept_in_the_first_visit, equals={0.0: 10, 0.5: 6, 0.9: 2}),
     "end_percentile": Effect(kept_in_the_last_visit, equals={0.1: 10, 0.5: 6, 0.9: 2}),
-    "pool_size": Effect(largest_pool, equals={1: 1, 4: 4, 8: 8}, under=LONG),
+    "pool_size": [
+        Effect(largest_pool, equals={1: 1, 4: 4, 8: 8}, under=LONG),
+        Effect(old_ones_that_stay, equals={2: 0, 4: 2, 8: 6}),
+    ],
 }
 # a prompt whose responses all have one score is compared with other prompts, which the tests of trainkit-rft cover
 STRUCTURE = (Structure(scores="group", surrogate="none", detached=()),)

@@ -99,6 +99,18 @@ OF_CONTEXT = (
 +        losses = -masked_sum(batch.advantages * logprobs, mask, dim=1) / batch.sequences.lengths
 """,
     ),
+    Bug(
+        "truncated_if_not_the_longest",
+        "responses that are shorter than the longest of their part count as ended, the others as truncated",
+        "of the field",
+        "rloo",
+        ("context_does_not_count",),
+        patch="""
+-            return penalise_truncated(placed, terminated, mask, self.method.missing_eos_penalty)
++            terminated = mask.sum(1) < mask.sum(1).max()
++            return penalise_truncated(placed, terminated, mask, self.method.missing_eos_penalty)
+""",
+    ),
 )
 
 OF_TIME = (
@@ -403,5 +415,42 @@ OF_ESTIMATES = (
     ),
 )
 
-OF_LAWS = (*OF_CONTEXT, *OF_TIME, *OF_EXPECTATION, *OF_ESTIMATES)
+OF_FORMULAS = (
+    Bug(
+        "groups_kept_by_a_margin",
+        "groups whose best score is less than a half above their mean are replaced, as if their scores were equal",
+        "of the field",
+        "grpo",
+        ("effects_as_declared",),
+        patch="""
+-        return (groups != groups[:, :1]).any(1).repeat_interleave(self.method.group_size)
++        return (groups.amax(1) > groups.mean(1) + 0.5).repeat_interleave(self.method.group_size)
+""",
+    ),
+    Bug(
+        "steered_by_the_mean",
+        "text is sampled by the mean of the two targets of Q, of which training reads the lower one",
+        "of the field",
+        "ilql",
+        ("effects_as_declared",),
+        patch="""
+-        return torch.stack([q(states) for q in self.target_q]).amin(0) - values.unsqueeze(-1)
++        return torch.stack([q(states) for q in self.target_q]).mean(0) - values.unsqueeze(-1)
+""",
+        missed="the higher of two targets",
+    ),
+    Bug(
+        "newest_leave_a_full_pool",
+        "a pool that is full keeps its oldest responses, and learns from them for ever",
+        "of the field",
+        "rft",
+        ("effects_as_declared",),
+        patch="""
+-                self.pools[query] = dict([*others, (response, score)][-self.method.pool_size :])
++                self.pools[query] = dict([*others, (response, score)][: self.method.pool_size])
+""",
+    ),
+)
+
+OF_LAWS = (*OF_CONTEXT, *OF_TIME, *OF_EXPECTATION, *OF_ESTIMATES, *OF_FORMULAS)
 """All of them, by law."""

@@ -421,4 +421,55 @@ STRANGE = (
 +        rewards = kl_shaped_rewards(scores, policy.logprobs, reference, mask, self.method.kl_coef / mask.sum())
 """,
     ),
+    Bug(
+        "advantages_for_returns",
+        "the critic is fitted to the advantages, without the values that were subtracted",
+        "of the field",
+        "_sound_td_lambda",
+        ("critic_follows_rewards",),
+        patch="""
+-        return replace(experience, advantages=advantages, returns=zero_masked(advantages + values, mask))
++        return replace(experience, advantages=advantages, returns=advantages)
+""",
+    ),
+    Bug(
+        "running_baseline_of_today",
+        "the running baseline has the scores of the collection from which it is subtracted",
+        "of the field",
+        "_sound_ema_baseline",
+        ("own_score_left_out",),
+        patch="""
+-        return replace(experience, advantages=scores - before)
++        return replace(experience, advantages=scores - self.baseline)
+""",
+        missed="the own score in the baseline",
+    ),
+    Bug(
+        "clipped_alone",
+        "the ratio is clipped, without the minimum of both terms, and no surrogate is declared",
+        "of the field",
+        "reinforce_pp",
+        ("surrogate_is_pessimistic",),
+        patch="""
+-        surrogate = clipped_surrogate(ratio, batch.advantages, cliprange=self.method.cliprange)
++        surrogate = -batch.advantages * ratio.clamp(1 - self.method.cliprange, 1 + self.method.cliprange)
+""",
+    ),
+    Bug(
+        "long_beside_the_longest",
+        "the penalty of length is relative to the longest response of the collection",
+        "of the field",
+        "_sound_length_penalty",
+        ("context_does_not_count",),
+        patch="""
+-        rewards = per_response(scores) - self.method.price * beyond
++        rewards = per_response(scores)
+@@
+-        return replace(experience, advantages=leave_one_out(experience.advantages, self.method.k))
++        lengths = experience.sequences.response_mask.sum(1)
++        beyond = (lengths - self.method.budget).clamp(min=0) / lengths.max()
++        rewards = experience.advantages - self.method.price * beyond
++        return replace(experience, advantages=leave_one_out(rewards, self.method.k))
+""",
+    ),
 )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from trainkit.data import Rollouts
 from trainkit_kit.checking import check
 from trainkit_kit.checks.episodes import playing
+from trainkit_kit.checks.fields import contexts, method_fields, other_values, trainer_with
 from trainkit_kit.checks.losses import Learnt, learnt
 from trainkit_kit.checks.structure import structures
 from trainkit_kit.checks.tools import widened
@@ -38,8 +40,8 @@ def context_does_not_count(bench: Bench) -> None:
 
     The outputs of all models are set to follow from the response alone. Then longer or other prompts, longer
     observations between turns, more padding, another order of responses and, unless scores of a whole collection
-    count, other responses to other prompts change nothing. Lengths that count tokens of the prompt, and returns that
-    are computed over the columns of an observation, do.
+    count, other responses to other prompts change nothing, also under settings that are None by default. Lengths that
+    count tokens of the prompt, and returns that are computed over the columns of an observation, do.
     Algorithms that sample more responses to make experience, and models that are none of trainkit's policies, pass.
 
     Causes: a length that counts ``attention_mask`` or ``lengths`` instead of ``response_mask``; positions in the row;
@@ -108,8 +110,20 @@ def _require_of_responses(bench: Bench) -> None:
         **({"other responses to other prompts": _other_group} if grouped else {}),
     }
     _require_ways(bench, ways, episodes=False)
+    last = dict([ways.popitem()])
+    for settings in _switched_on(bench):
+        _require_ways(bench.under(**settings), last, episodes=False)
     if bench.subject.plays:
         _require_ways(playing(bench), {"longer observations": _longer_observations}, episodes=True)
+
+
+def _switched_on(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Yield settings of which each gives a value to one that is None by default, which other checks leave alone."""
+    for name, field in method_fields(bench.subject).items():
+        if getattr(bench.subject.tiny.method, name) is None:
+            context = contexts(bench.subject).get(name, {})
+            every = ({**context, f"method.{name}": value} for value in reversed(other_values(field, None)))
+            yield from islice((each for each in every if trainer_with(bench, each) is not None), 1)
 
 
 def _require_ways(bench: Bench, ways: dict[str, Callable[[Any, Given], Given]], *, episodes: bool) -> None:

@@ -29,6 +29,8 @@ RAISE = 3.0
 """By how much a reward or a value rises."""
 CLOSE = 1e-3
 """Largest difference of credits, in units of the largest one; experience is computed in float32."""
+SMALL = 0.1
+"""By how much a value rises that a loss may clip to where it was."""
 GAMMA, LAM = 0.9, 0.7
 """γ and λ with which a declared discount is checked: unequal, so that they cannot be exchanged."""
 
@@ -145,10 +147,11 @@ def critic_follows_rewards(bench: Bench) -> None:
     """Check that a reward raises the target of a critic in the states up to its token, and in none after it.
 
     A critic with a wrong target is a baseline still, so that a run learns, with more noise than without it. One that
-    is fitted to the sum of a response's rewards in all states passes.
+    is fitted to the sum of a response's rewards in all states passes. What the critic said of a state before the update
+    is no part of this state's target: in A + V it cancels.
 
-    Causes: returns that leave out the own reward, or are summed in the direction of the text; a reward at another
-    token; a sign.
+    Causes: returns that leave out the own reward, or are summed in the direction of the text; advantages that are taken
+    for returns, or V that is added to them twice; a reward at another token; a sign.
     """
     if not can_stand_in(bench):
         return
@@ -167,6 +170,14 @@ def critic_follows_rewards(bench: Bench) -> None:
         require(bool((row >= -CLOSE * largest).all()), f"{seen} {_told(row)}; none of them should fall")
         later = row[token + 1 :].abs() <= CLOSE * largest
         require(bool(later.all()), f"{seen} {_told(row)}; those of later states should not change")
+    for token in (FIRST, effects.length - 1):
+        pull = float(effects.of_value(token, SMALL, before=True)[token])
+        require(
+            not effects.comparable or abs(pull) <= 0.1 * largest * SMALL / RAISE,
+            f"if the critic's value of the state of token {token} rises by {SMALL:g} before the update, and not in it, "
+            f"the loss pulls up the value of this state by {pull:.4g}; it should be 0: the target is a return, in "
+            "which the own value cancels, as in A + V",
+        )
 
 
 def declares_discount(subject: Subject) -> bool:
@@ -288,12 +299,16 @@ class _Effects:
         given = [*self.given[: self.row], replace(self.given[self.row], score=raised), *self.given[self.row + 1 :]]
         return self._effect(self._credits(given, varied))
 
-    def of_value(self, token: int) -> Tensor:
-        """Return the effect of a higher value of the state in which one token is chosen. -> [tokens], float64."""
+    def of_value(self, token: int, by: float = RAISE, *, before: bool = False) -> Tensor:
+        """Return the effect of a higher value of the state in which one token is chosen. -> [tokens], float64.
+
+        If it is higher ``before`` the update only, the loss reads the usual one.
+        """
         state = self.given[self.row].ids[:token]
 
-        def number(name: str, trained: bool, before: tuple[int, ...], chosen: int | None) -> float:
-            return varied(name, trained, before, chosen) + RAISE * (name == "values" and before == state)
+        def number(name: str, trained: bool, past: tuple[int, ...], chosen: int | None) -> float:
+            here = name == "values" and past == state and not (before and torch.is_grad_enabled())
+            return varied(name, trained, past, chosen) + by * here
 
         return self._effect(self._credits(self.given, number))
 

@@ -340,16 +340,33 @@ def clips(subject: Subject) -> bool:
     return any(each.surrogate != "none" for each in structures(subject, "surrogate"))
 
 
-@check(where=declared("baseline"))
+def may_clip(subject: Subject) -> bool:
+    """Return whether the subject declares a clipped surrogate, or learns from scores and declares nothing about it."""
+    open_ = subject.writes_text and scored_by_a_function(subject) and not structures(subject, "surrogate")
+    return clips(subject) or open_
+
+
+def has_a_baseline(subject: Subject) -> bool:
+    """Return whether the subject declares the baseline of a group, or without groups the policy gradient."""
+    alone = not subject.trainer_class.group and scored_by_a_function(subject)
+    by_policy = any(each.gradient == "policy" for each in structures(subject, "gradient"))
+    return declared("baseline")(subject) or (alone and by_policy)
+
+
+@check(where=has_a_baseline)
 def own_score_left_out(bench: Bench) -> None:
     """Check that a score that is higher by one raises its own advantage by one: it has no part in its own baseline.
 
     A baseline that includes the own score scales every advantage by (k − 1)/k: the direction stays right, and the size
-    of a step depends on k.
+    of a step depends on k. So does a running mean that is updated before it is subtracted. Advantages that are whitened
+    or scaled have a size of their own, and pass.
 
-    Causes: the mean of the whole group as baseline (use `leave_one_out`); groups that are read by columns; a division
-    by the standard deviation.
+    Causes: the mean of the whole group as baseline (use `leave_one_out`); a running baseline that has the scores of its
+    own collection already; groups that are read by columns; a division by the standard deviation.
     """
+    for structure in structures(bench.subject, "gradient"):
+        if structure.gradient == "policy" and not bench.subject.trainer_class.group:
+            _require_same_rise(bench, structure.under)
     for structure in structures(bench.subject, "baseline"):
         rises: dict[int, float] = {}
         for size in SIZES:
@@ -377,6 +394,28 @@ def own_score_left_out(bench: Bench) -> None:
         )
 
 
+def _require_same_rise(bench: Bench, under: Mapping[str, Any]) -> None:
+    """Fail if a score raises its own advantage by more in a larger collection; what is no line in the score passes."""
+    rises: dict[int, float] = {}
+    for count in (4, 8):
+        settings = {**under, "rollout.num_rollouts": count, "rollout.max_new_tokens": 1}
+        sampled = bench.collected(**settings, arguments={"reward_fn": fractions})
+        rollouts = Rollouts.cat(sampled.collector.collection.rollouts)
+        at = _alone(rollouts)
+        own, ids = (rollouts.prompts[at], rollouts.outputs[at]), ids_of(rollouts.sequences)[at]
+        once, twice = (_changes(bench, settings, sampled, raised(own, by))[ids] for by in (1.0, 2.0))
+        if abs(twice - 2 * once) > 1e-3 * abs(twice):
+            return
+        rises[count] = once
+    few, many = rises.values()
+    require(
+        abs(many - few) <= 1e-3 * abs(many),
+        "a score that is higher by 1 raises its own advantage by "
+        f"{' and '.join(f'{rise:.4f} in collections of {count}' for count, rise in rises.items())}: the baseline has a "
+        "part of the own score; subtract what it was before the collection",
+    )
+
+
 def _changes(bench: Bench, settings: Mapping[str, Any], usual: Any, reward: Callable[..., Any]) -> dict[Ids, float]:
     """Return by how much the mean advantage of each row differs from ``usual`` with another reward function."""
     other = bench.collected(**settings, arguments={"reward_fn": reward})
@@ -399,12 +438,12 @@ def _alone(rollouts: Rollouts) -> int:
     return found
 
 
-def raised(own: tuple[str, str]) -> Callable[..., list[float]]:
-    """Return a reward function that gives the scores of `fractions`, and one more to a prompt with its response."""
+def raised(own: tuple[str, str], by: float = 1.0) -> Callable[..., list[float]]:
+    """Return a reward function that gives the scores of `fractions`, and more to a prompt with its response."""
 
     def reward(prompts: list[str], outputs: list[str], **_: Any) -> list[float]:
         texts = zip(prompts, outputs, strict=True)
-        return [score + (text == own) for text, score in zip(texts, fractions(prompts, outputs), strict=True)]
+        return [score + by * (text == own) for text, score in zip(texts, fractions(prompts, outputs), strict=True)]
 
     return reward
 
@@ -453,17 +492,20 @@ def _means_of_advantages(trainer: Any) -> dict[Ids, float]:
     return {ids: float(values.mean()) for ids, values in _advantages(trainer).items() if values.numel()}
 
 
-@check(where=clips)
+@check(where=may_clip)
 def surrogate_is_pessimistic(bench: Bench) -> None:
     """Check that after an update the credit of a token is ρA, or 0 where ρ has left the clip range in A's direction.
 
     With clipped weights (CISPO) it is clip(ρ)A. Otherwise, where ρ has left the range against A's direction, the
     gradient must bring it back: max(−Aρ, −A clip(ρ)). A surrogate that is only clipped, a ratio of the policy to
     itself, and a range that is not used all train in the first step on a collection, where ρ is 1, as they should.
+    Where nothing is declared, there need only be a gradient that brings ρ back, from between ½ and 2.
 
     Causes: the clipped term alone, without the maximum; a ratio of the policy to itself; a clip range that is not the
     setting's; a ratio per token where one per response is declared, or the reverse.
     """
+    if not structures(bench.subject, "surrogate"):
+        _require_way_back(bench)
     for structure in structures(bench.subject, "surrogate"):
         if structure.surrogate == "none":
             continue
@@ -483,6 +525,27 @@ def surrogate_is_pessimistic(bench: Bench) -> None:
             seen |= _require_surrogate(before, after, ratio, (1 - low, 1 + high), weights_clipped=clipped)
         missing = [where for where in PLACES if where not in seen]
         require(not missing, f"no ratio of the tiny run is {' or '.join(missing)}, so the surrogate cannot be checked")
+
+
+def _require_way_back(bench: Bench) -> None:
+    """Fail if the loss has no gradient at a token whose ratio has moved against its advantage, as the response has."""
+    trainer = bench.collected(model=tiny_gpt2(VOCABULARY, **SHARP), arguments={"reward_fn": fractions})
+    batch = trainer.store.experience
+    before = readings(trainer, batch)[0]
+    if before.slopes is None or before.slopes.dim() != 2:
+        return
+    old, mask, advantage = _logprobs(trainer, before.sequences), before.sequences.response_mask, -before.slopes
+    for size in (0.01, 0.03, 0.1):
+        after = readings(nudged(trainer, size), batch)[0]
+        moved = (_logprobs(trainer, before.sequences) - old).masked_fill(~mask, 0.0)
+        wrong = (advantage * moved < 0) & (advantage * moved.sum(1, keepdim=True) < 0) & (moved.exp().log2().abs() < 1)
+        lost = wrong & (after.slopes == 0)
+        require(
+            not lost.any(),
+            f"after the policy has moved, the loss has no gradient at {int(lost.sum())} tokens whose ratio, such as "
+            f"{float(moved[lost][:1].exp().sum()):.4g}, has moved against their advantage, so it never moves back: the "
+            "clipped term alone, without the minimum of both",
+        )
 
 
 def _reach(trainer: Any, name: str) -> float:
