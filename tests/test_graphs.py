@@ -97,23 +97,30 @@ def test_they_are_made_under_autocast() -> None:
     assert all(one == other for one, other in first), "prompts are read by the model's own pass"
 
 
-def test_beside_a_thread_that_trains_they_read_no_casts_of_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which that thread frees when it leaves autocast."""
-    model, forward, reads = make(tiny_llama(SIZE)), decoding.CausalDecoder._forward, list[bool]()
-    found, alone = CausalSampler(model, TOKENIZER, beside_training=True), CausalSampler(model, TOKENIZER)
+@table("fields", [tiny_llama(SIZE), tiny_gpt2(SIZE), {**tiny_llama(SIZE), "tie_word_embeddings": True}])
+def test_under_autocast_they_read_casts_of_their_own(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autocast frees its own when a thread that trains leaves it. Embeddings stay as they are, also tied ones."""
+    model, run, reads = make(fields), decoding.CausalDecoder._run, list[tuple[bool, torch.dtype, torch.dtype]]()
+    found, alone = CausalSampler(model, TOKENIZER), without_graphs(CausalSampler(model, TOKENIZER))
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        reads.append(torch.is_autocast_cache_enabled())
-        return forward(*args, **kwargs)
+        weights = model.lm_head.weight, model.get_input_embeddings().weight
+        reads.append((torch.is_autocast_cache_enabled(), *(weight.dtype for weight in weights)))
+        return run(*args, **kwargs)
 
     with torch.autocast("cpu", torch.bfloat16):
-        assert sample(found, EVEN).ids == sample(alone, EVEN).ids
-        monkeypatch.setattr(decoding.CausalDecoder, "_forward", watched)
         sample(found, EVEN)
+        monkeypatch.setattr(decoding.CausalDecoder, "_run", watched)
+        fixed, expected = sample(found, EVEN), sample(alone, EVEN)
     assert found.decoder.graphed is True  # type: ignore[attr-defined]
-    assert reads[0] is True, "prompts are read by the model's own pass"
-    assert not all(reads)
-    assert len(reads) - sum(reads) >= len(reads) // 2, "all steps but the last few, which are not worth a graph"
+    steps = reads[: reads.index((True, torch.float32, torch.float32))]  # then those without graphs
+    assert {*steps} == {(False, torch.bfloat16, torch.float32)}
+    at = torch.tensor([0, *map(len, fixed.ids[:-1])]).cumsum(0)  # the first token of each response
+    assert [ids[0] for ids in fixed.ids] == [ids[0] for ids in expected.ids]
+    first = torch.tensor([0, *map(len, expected.ids[:-1])]).cumsum(0)
+    assert torch.equal(fixed.logprobs[at], expected.logprobs[first]), "the pass over the prompts has the same bits"
+    assert model.lm_head.weight.dtype == torch.float32
+    assert model.lm_head.weight.requires_grad
 
 
 @table(

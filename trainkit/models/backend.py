@@ -142,22 +142,6 @@ def autocast_dtype(kind: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if on else None
 
 
-def with_own_casts(call: Callable[..., T], kind: str) -> Callable[..., T]:
-    """Return a function that makes a call with weights that are cast in the call, under the autocast of the moment.
-
-    Autocast keeps casts for all threads, until the first of them leaves it. A graph that reads them, in a thread beside
-    one that trains, would read memory that is freed. Casts in the graph itself are made in each of its steps.
-    """
-
-    def cast(*args: Any, **kwargs: Any) -> T:
-        if (dtype := autocast_dtype(kind)) is None:
-            return call(*args, **kwargs)
-        with torch.autocast(kind, dtype, cache_enabled=False):
-            return call(*args, **kwargs)
-
-    return cast
-
-
 def dtype_of_attention(tensor: Tensor) -> torch.dtype:
     """Return the precision in which attention to ``tensor`` is computed.
 

@@ -1,8 +1,9 @@
-"""Frozen weights in the precision of their checkpoint."""
+"""Weights in 16 bits: frozen ones in the precision of their checkpoint, and copies in that of autocast."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -52,13 +53,7 @@ def store_frozen(model: Any, dtype: torch.dtype, beside: nn.Module | None = None
         dtype: bfloat16 or float16.
         beside: a model whose parameters stay as they are, also where ``model`` has them, too.
     """
-    kept = {part for name in KEPT for part in getattr(model, name, None) or ()}
-    layers = [
-        module
-        for name, module in model.named_modules()
-        if type(module) in KINDS and not kept & {*name.split(".")}
-        if not any(parameter.requires_grad for parameter in module.parameters())
-    ]
+    layers = [layer for layer in _linear(model) if not any(parameter.requires_grad for parameter in layer.parameters())]
     layer_ids = {id(layer) for layer in layers}
     others = [each for each in model.modules() if id(each) not in layer_ids]
     elsewhere = {id(p) for module in others for p in module.parameters(recurse=False)}
@@ -70,6 +65,47 @@ def store_frozen(model: Any, dtype: torch.dtype, beside: nn.Module | None = None
         for name, parameter in parameters.items():
             setattr(layer, name, nn.Parameter(parameter.to(dtype), requires_grad=False))
         layer.__class__ = KINDS[type(layer)]
+
+
+class Casts:
+    """Copies of the weights of a model's linear layers in the precision of autocast, instead of its own casts.
+
+    Autocast keeps casts for all threads until the first of them leaves it, so a CUDA graph that reads them, beside a
+    thread that trains, would read memory that is freed. Numbers have the same bits with either.
+
+    Args:
+        model: the transformers model.
+        dtype: bfloat16 or float16.
+    """
+
+    def __init__(self, model: Any, dtype: torch.dtype) -> None:
+        self.kind, self.dtype = model.device.type, dtype
+        self.copies: list[tuple[dict[str, Any], str, Tensor]] = [
+            (layer._parameters, name, parameter.detach().to(dtype))
+            for layer in _linear(model)
+            for name, parameter in layer.named_parameters(recurse=False)
+            if parameter.dtype == torch.float32
+        ]
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Run the model with the copies inside the block."""
+        own = [held[name] for held, name, _ in self.copies]
+        for held, name, copied in self.copies:
+            held[name] = copied
+        try:
+            with torch.autocast(self.kind, self.dtype, cache_enabled=False):
+                yield
+        finally:
+            for (held, name, _), parameter in zip(self.copies, own, strict=True):
+                held[name] = parameter
+
+
+def _linear(model: Any) -> list[nn.Module]:
+    """Return the linear layers, without those that transformers keeps in float32."""
+    kept = {part for name in KEPT for part in getattr(model, name, None) or ()}
+    named = model.named_modules()
+    return [module for name, module in named if type(module) in KINDS and not kept & {*name.split(".")}]
 
 
 def _exact(parameters: Mapping[str, Tensor], dtype: torch.dtype) -> bool:

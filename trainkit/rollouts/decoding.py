@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -17,12 +17,13 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import BaseModelOutput
 
-from trainkit.models.backend import autocast_dtype, dtype_of_attention, rounding, with_own_casts
+from trainkit.models.backend import autocast_dtype, dtype_of_attention, rounding
 from trainkit.models.fitting import first_line, out_of_memory, release
 from trainkit.models.seq2seq import decoder_prefix, encode
+from trainkit.models.stored import Casts
 from trainkit.models.unloaded import decided
 from trainkit.models.virtual import count_of, moved_by_padding
-from trainkit.rollouts.graphs import FixedStep, Step
+from trainkit.rollouts.graphs import FixedStep
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -181,6 +182,7 @@ class _ActiveText(Active):
     width: int  # tokens so far, padding included
     fixed: FixedStep | None = None  # a step of b rows
     plain: bool = False  # there is no memory for a graph of b rows
+    casts: Casts | None = None  # of weights, under autocast, where steps may be graphs
 
     def keep(self, at: Tensor) -> None:
         if self.fixed is not None:
@@ -204,8 +206,6 @@ class CausalDecoder:
     """The token id used as padding."""
     head_alone: bool
     hidden: bool
-    beside_training: bool = field(default=False, init=False)
-    """Whether another thread may train at the same time."""
     graphed: bool | None = field(default=None, init=False)
     """Whether steps of fixed shapes give the logits of the model's own steps; found out at the first one."""
 
@@ -224,9 +224,11 @@ class CausalDecoder:
         real = torch.arange(width + room, device=device) >= (width - lengths).unsqueeze(1)
         before = count_of(self.model)  # virtual tokens are in the cache, and neither in ``real`` nor in positions
         padded, cache = min(map(len, distinct)) < width, _cache(self.model.config, before + width + room)
-        active = _ActiveText(use.new_zeros(len(distinct)), real, padded, ids[:, -1], cache, lengths, width)
+        dtype = autocast_dtype(device.type) if device.type in GRAPHED and self.graphed is not False else None
+        casts = None if dtype is None else Casts(self.model, dtype)
+        active = _ActiveText(use.new_zeros(len(distinct)), real, padded, ids[:, -1], cache, lengths, width, casts=casts)
         positions = (real[:, :width].cumsum(-1) - 1).clamp_(min=0)
-        return _read_once(active, len(queries), use, self._forward(ids, real[:, :width], positions, cache))
+        return _read_once(active, len(queries), use, self._forward(ids, real[:, :width], positions, cache, casts))
 
     def next(self, active: _ActiveText) -> tuple[Tensor, Tensor | None]:
         """Do as `Decoder` describes."""
@@ -235,7 +237,7 @@ class CausalDecoder:
         ids, positions, width = active.last.unsqueeze(1), active.lengths.unsqueeze(1), active.width + 1
         real = active.real[:, :width] if active.padded else None
         active.lengths, active.width = active.lengths + 1, width
-        return self._forward(ids, real, positions, active.cache)
+        return self._forward(ids, real, positions, active.cache, active.casts)
 
     def _by_graph(self, active: _ActiveText) -> tuple[Tensor, Tensor | None] | None:
         """Make a step of fixed shapes, and return what it returns; None if the model has to make its own.
@@ -253,7 +255,8 @@ class CausalDecoder:
             if self.graphed is None:
                 active.rewind(width)
                 real = active.real[:, : width + 1] if active.padded else None
-                expected = self._forward(active.last.unsqueeze(1), real, active.lengths.unsqueeze(1), active.cache)
+                last, lengths = active.last.unsqueeze(1), active.lengths.unsqueeze(1)
+                expected = self._forward(last, real, lengths, active.cache, active.casts)
                 why = _difference_of_steps(replayed[0], expected[0], rounding(self._dtype, self.model.device))
         except UNFIT as error:
             why = first_line(error)
@@ -286,8 +289,7 @@ class CausalDecoder:
         for layer in active.cache.layers:
             for buffer in layer.buffers:  # type: ignore[union-attr]
                 buffer[:, :, active.width :] = 0.0  # a masked NaN would still be one in the attention's product
-        step: Step = partial(self._forward, cache=active.cache)
-        step = with_own_casts(step, self.model.device.type) if self.beside_training else step
+        step = partial(self._forward, cache=active.cache, casts=active.casts)
         return FixedStep(step, active.real, active.width, list(active.cache.layers))
 
     @property
@@ -313,12 +315,23 @@ class CausalDecoder:
         return logits[0, len(query) - 1 :].float()
 
     def _forward(
-        self, ids: Tensor, real: Tensor | None, positions: Tensor, cache: DynamicCache | EncoderDecoderCache
+        self,
+        ids: Tensor,
+        real: Tensor | None,
+        positions: Tensor,
+        cache: DynamicCache | EncoderDecoderCache,
+        casts: Casts | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Do as `next` does for the tokens ``ids`` [b, S]. ``real`` is None without padding, which is faster.
 
-        It is [b, W], or a mask [b, 1, 1, W] of attention.
+        It is [b, W], or a mask [b, 1, 1, W] of attention. ``casts`` are of the weights.
         """
+        with nullcontext() if casts is None else casts.used():
+            return self._run(ids, real, positions, cache)
+
+    def _run(
+        self, ids: Tensor, real: Tensor | None, positions: Tensor, cache: DynamicCache | EncoderDecoderCache
+    ) -> tuple[Tensor, Tensor | None]:
         inputs = {
             "input_ids": ids,
             "attention_mask": real,

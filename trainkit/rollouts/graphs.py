@@ -18,9 +18,8 @@ class FixedStep:
     """A step of b rows whose inputs and results stay where they are; on a CUDA device a graph of it.
 
     The step attends to all columns that the cache has room for. Those that are not written yet are masked, so shapes do
-    not depend on the number of tokens so far. A graph reads the weights where they are, and holds no copies: weights
-    that autocast has cast live as long as its context, in which the whole response is sampled; beside a thread that
-    trains, the step casts them itself.
+    not depend on the number of tokens so far. A graph reads the weights where they are, and under autocast `Casts` of
+    them, which live as long as the response is sampled.
 
     Args:
         step: the model's step ``step(ids [b, 1], mask [b, 1, 1, W], positions [b, 1])``; W is the room of the cache. It

@@ -278,9 +278,7 @@ class CausalSampler(TokenSampler):
         hidden: bool = False,
         **kwargs: Any,
     ) -> None:
-        decoder = CausalDecoder(model, pad_id(tokenizer), head_alone, hidden)
-        decoder.beside_training = kwargs.get("beside_training", False)
-        super().__init__(decoder, tokenizer, **kwargs)
+        super().__init__(CausalDecoder(model, pad_id(tokenizer), head_alone, hidden), tokenizer, **kwargs)
 
 
 class Seq2SeqSampler(TokenSampler):
