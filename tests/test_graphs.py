@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tables import table
 from trainkit.config import SamplingConfig
-from trainkit.models import backend, use_fast_exact_matmul
+from trainkit.models import backend, stored, use_fast_exact_matmul
 from trainkit.rollouts import CausalSampler, decoding
 from trainkit.rollouts.sampler import Generated
 from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_llama
@@ -100,21 +102,22 @@ def test_they_are_made_under_autocast() -> None:
 @table("fields", [tiny_llama(SIZE), tiny_gpt2(SIZE), {**tiny_llama(SIZE), "tie_word_embeddings": True}])
 def test_under_autocast_they_read_casts_of_their_own(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Autocast frees its own when a thread that trains leaves it. Embeddings stay as they are, also tied ones."""
-    model, run, reads = make(fields), decoding.CausalDecoder._run, list[tuple[bool, torch.dtype, torch.dtype]]()
+    model, used, reads = make(fields), stored.Casts.used, list[tuple[bool, torch.dtype, torch.dtype]]()
     found, alone = CausalSampler(model, TOKENIZER), without_graphs(CausalSampler(model, TOKENIZER))
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        weights = model.lm_head.weight, model.get_input_embeddings().weight
-        reads.append((torch.is_autocast_cache_enabled(), *(weight.dtype for weight in weights)))
-        return run(*args, **kwargs)
+    @contextmanager
+    def watched(casts: stored.Casts) -> Iterator[None]:
+        with used(casts):
+            weights = model.lm_head.weight, model.get_input_embeddings().weight
+            reads.append((torch.is_autocast_cache_enabled(), *(weight.dtype for weight in weights)))
+            yield
 
+    monkeypatch.setattr(stored.Casts, "used", watched)
     with torch.autocast("cpu", torch.bfloat16):
-        sample(found, EVEN)
-        monkeypatch.setattr(decoding.CausalDecoder, "_run", watched)
         fixed, expected = sample(found, EVEN), sample(alone, EVEN)
     assert found.decoder.graphed is True  # type: ignore[attr-defined]
-    steps = reads[: reads.index((True, torch.float32, torch.float32))]  # then those without graphs
-    assert {*steps} == {(False, torch.bfloat16, torch.float32)}
+    assert len(reads) > max(map(len, fixed.ids)), "the prompts, and every step"
+    assert {*reads} == {(False, torch.bfloat16, torch.float32)}
     at = torch.tensor([0, *map(len, fixed.ids[:-1])]).cumsum(0)  # the first token of each response
     assert [ids[0] for ids in fixed.ids] == [ids[0] for ids in expected.ids]
     first = torch.tensor([0, *map(len, expected.ids[:-1])]).cumsum(0)

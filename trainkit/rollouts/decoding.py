@@ -327,23 +327,18 @@ class CausalDecoder:
         It is [b, W], or a mask [b, 1, 1, W] of attention. ``casts`` are of the weights.
         """
         with nullcontext() if casts is None else casts.used():
-            return self._run(ids, real, positions, cache)
-
-    def _run(
-        self, ids: Tensor, real: Tensor | None, positions: Tensor, cache: DynamicCache | EncoderDecoderCache
-    ) -> tuple[Tensor, Tensor | None]:
-        inputs = {
-            "input_ids": ids,
-            "attention_mask": real,
-            "position_ids": positions,
-            "past_key_values": cache,
-            "use_cache": True,
-        }
-        if self.head_alone:
-            state = self.model.base_model(**inputs).last_hidden_state[:, -1]
-            return self.model.get_output_embeddings()(state).float(), state if self.hidden else None
-        outputs = self.model(**inputs, logits_to_keep=1, output_hidden_states=self.hidden)
-        return outputs.logits[:, -1].float(), outputs.hidden_states[-1][:, -1] if self.hidden else None
+            inputs = {
+                "input_ids": ids,
+                "attention_mask": real,
+                "position_ids": positions,
+                "past_key_values": cache,
+                "use_cache": True,
+            }
+            if self.head_alone:
+                state = self.model.base_model(**inputs).last_hidden_state[:, -1]
+                return self.model.get_output_embeddings()(state).float(), state if self.hidden else None
+            outputs = self.model(**inputs, logits_to_keep=1, output_hidden_states=self.hidden)
+            return outputs.logits[:, -1].float(), outputs.hidden_states[-1][:, -1] if self.hidden else None
 
 
 # ---------------------------------------------------------------------------------------------- encoder-decoders
