@@ -399,7 +399,7 @@ def running_sums(values: Tensor) -> Tensor:
     chosen, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(False)
     try:
-        return (values.expand(2, -1) if values.size(0) == 1 else values).cumsum(-1)[: values.size(0)]
+        return (values.expand(2, *values.shape[1:]) if values.size(0) == 1 else values).cumsum(-1)[: values.size(0)]
     finally:
         torch.use_deterministic_algorithms(chosen, warn_only=warns)
 

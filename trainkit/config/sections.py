@@ -401,7 +401,7 @@ class TrainConfig(Section):
     gradient_checkpointing: bool | Literal["mlp"] = False
     """Keep only the inputs of the trained layers for the backward pass, and compute their activations again in it. A
     step takes less memory and about a third more arithmetic. The gradient is the same. `mlp`: only the inputs of their
-    MLPs, which leaves about two fifths of the activations for a sixth more arithmetic."""
+    MLPs, which leaves two to three fifths of the activations for about a fifth more arithmetic."""
     share_prompts: bool | None = None
     """Whether the model runs a prompt once for all rows of a micro-batch that have it, such as the responses of a group
     or the two sides of a pair. Results are the same up to rounding. None: where the model allows it and it saves work.
@@ -418,9 +418,9 @@ class TrainConfig(Section):
     mixed_precision: Literal["no", "bf16", "fp16"] | None = None
     """Autocast of the forward pass, by accelerate. None: `bf16` on an NVIDIA GPU that has products of it, else `no`."""
     compile: bool = False
-    """Compile each block of the model (`torch.compile`), for any length. The first steps take a minute longer, and all
-    that follow less time on a GPU. Results are the same up to rounding. It is an error where the model does not allow
-    it, or gives other numbers then."""
+    """Compile each block of the model (`torch.compile`), for any length, to save time on a GPU, where it has not been
+    measured yet. The first steps take longer. Results are the same up to rounding. It is an error where the model does
+    not allow it, or gives other numbers then."""
     deterministic: bool = False
     """Use kernels that give the same bits in every run (`torch.use_deterministic_algorithms`), which are slower on a
     GPU; an operation that has none is an error. It holds for the whole process."""

@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import BaseModelOutput
 
 from trainkit.models.backend import autocast_dtype, dtype_of_attention, rounding
+from trainkit.models.compiling import uncompiled
 from trainkit.models.fitting import first_line, out_of_memory, release
 from trainkit.models.seq2seq import decoder_prefix, encode
 from trainkit.models.stored import Casts
@@ -437,7 +438,7 @@ def stepping_fault(decoder: Decoder, tokens: Sequence[int]) -> str:
     training = model.training
     model.eval()
     try:
-        with torch.autocast(model.device.type, enabled=False):
+        with torch.autocast(model.device.type, enabled=False), uncompiled(model):
             for attempt in range(TRIES):
                 chosen = iter(Random(attempt).choices(tokens, k=16))
                 probe = partial(_difference, decoder, chosen, by_noise=attempt == TRIES - 1)

@@ -278,9 +278,10 @@ class Updater:
     @cached_property
     def _tokens_that_fit(self) -> int | None:
         """The tokens that a pass has memory for, beside weights, gradients and two moments; None if that is unknown."""
+        if (memory := memory_of(self.parallel.device)) is None:
+            return None
         model: Any = getattr(self.models.unwrapped, "model", None)
-        memory = memory_of(self.parallel.device)
-        if memory is None or not hasattr(getattr(model, "config", None), "get_text_config"):
+        if not hasattr(getattr(model, "config", None), "get_text_config"):
             return None
         compared = [each.policy for each in (self.models.reference, *self.models.frozen) if hasattr(each, "policy")]
         weights = {id(p): p for each in (self.models.unwrapped, *compared) for p in each.parameters()}
