@@ -91,6 +91,11 @@ def test_names_of_bugs_differ() -> None:
     assert len({bug.name for bug in BUGS}) == len(BUGS) >= 150
 
 
+def test_each_bug_fits_its_base() -> None:
+    for bug in BUGS:
+        planted(bug)
+
+
 def test_a_bug_that_does_not_fit_its_base_any_more_is_told() -> None:
     ppo = next(bug for bug in BUGS if bug.base == "ppo")
     gone = replace(ppo, patch="-a line that was changed since")

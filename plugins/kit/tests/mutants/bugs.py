@@ -338,7 +338,7 @@ BUGS = (
         "rloo",
         ("fields_have_effects",),
         patch="""
--        past = penalty.cumsum(1) - penalty if self.method.kl_level == "token" else torch.zeros_like(penalty)
+-        past = running_sums(penalty) - penalty if self.method.kl_level == "token" else torch.zeros_like(penalty)
 +        past = torch.zeros_like(penalty)
 """,
     ),
@@ -949,8 +949,8 @@ BUGS = (
         "rloo",
         ("kl_penalty_counts_where_declared",),
         patch="""
--        past = penalty.cumsum(1) - penalty if self.method.kl_level == "token" else torch.zeros_like(penalty)
-+        past = penalty.cumsum(1) if self.method.kl_level == "token" else torch.zeros_like(penalty)
+-        past = running_sums(penalty) - penalty if self.method.kl_level == "token" else torch.zeros_like(penalty)
++        past = running_sums(penalty) if self.method.kl_level == "token" else torch.zeros_like(penalty)
 """,
         missed="off by one token",
     ),
