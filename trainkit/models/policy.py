@@ -34,7 +34,7 @@ from trainkit.models.adapters import HEADS, hub_arguments
 from trainkit.models.backend import autocast_dtype
 from trainkit.models.critic import ValueBranch, make_critic
 from trainkit.models.fitting import RowLimit
-from trainkit.models.head import at_a_time, read_head, reads_in_blocks
+from trainkit.models.head import EAGER, Folds, at_a_time, read_head, reads_in_blocks
 from trainkit.models.joined import JoinedRows
 from trainkit.models.prompts import SharedPrompts, equal_but_for_rounding, why_not_joined, why_not_shared, with_ends
 from trainkit.models.trunk import Trunk, tiny_input
@@ -153,6 +153,8 @@ class Policy(nn.Module, ABC):
     """Whether `why_not_shared` has found that prompts can be shared."""
     shares_prompts = False
     """Whether the prompt of several rows is run once. It changes results by rounding alone."""
+    folds: Folds = EAGER
+    """What is computed of blocks of logits; compiled by `trainkit.models.compiling`."""
     joins_rows = False
     """Whether rows are run without padding, as one row (`JoinedRows`). It changes results by rounding alone."""
 
@@ -358,12 +360,27 @@ class Policy(nn.Module, ABC):
         states, tokens, previous, _ = inputs
         head: Any = self.model.get_output_embeddings()
         if against is None and self.head_alone and reads_in_blocks(head, states):
-            scaled = partial(read_head, temperature=self.temperature, logit_mask=self._mask, vocabulary=self.vocabulary)
-            logprobs, entropies = scaled(head, states, tokens, previous, entropy=entropy)
+            logprobs, entropies = self.read_head(head, states, tokens, previous, entropy)
             return logprobs, entropies, logprobs.new_empty(0)
         read = partial(self._read_chunk, entropy=entropy, against=against)
         logprobs, entropies, divergences = in_chunks(read, self.model.config.get_text_config().vocab_size, *inputs)
         return logprobs, entropies, divergences
+
+    def read_head(
+        self, head: Any, states: Tensor, tokens: Tensor, previous: Tensor, entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return what `trainkit.models.head.read_head` does, with the settings of the policy."""
+        return read_head(
+            head,
+            states,
+            tokens,
+            previous,
+            temperature=self.temperature,
+            logit_mask=self._mask,
+            vocabulary=self.vocabulary,
+            entropy=entropy,
+            folds=self.folds,
+        )
 
     def _read_chunk(
         self,
