@@ -108,8 +108,8 @@ class Updater:
         self._warn_past_the_end()
         at, scheduler = self.progress, self.models.scheduler  # it must exist before the optimizer steps
         weight = self.parallel.reduce(batch.weight.to(self.parallel.device))
-        metrics, verdict = {}, Verdict.SKIP
-        if weight > 0:
+        metrics, verdict, counted = {}, Verdict.SKIP, float(weight)  # read once: on a GPU each time waits
+        if counted > 0:
             metrics = self._gradient(batch, weight)
             verdict = self._judged(metrics)
         metrics |= self._make_step(metrics) if verdict is Verdict.STEP else {"train/skipped": m.Mean.of(torch.ones(()))}
@@ -118,7 +118,7 @@ class Updater:
         rates |= {f"train/lr/{match}": rate for match, rate in self.models.rates_of_groups.items()}
         optim.advance(scheduler)
         self.models.unwrapped.eval()
-        at.step, at.tokens, at.stopped = at.step + 1, at.tokens + int(weight), verdict is Verdict.STOP
+        at.step, at.tokens, at.stopped = at.step + 1, at.tokens + int(counted), verdict is Verdict.STOP
         if verdict is Verdict.STEP and not self._overflowed:
             at.trained += len(batch) * self.parallel.world
             self._after_step()
@@ -352,7 +352,7 @@ class Updater:
     def _refuse_non_finite(self, metrics: m.Metrics, norm: Tensor) -> None:
         loss = self.parallel.reduce(torch.stack(metrics["loss/total"].tensors()))
         overflow = self.parallel.accelerator.scaler is not None  # fp16: the scaler skips the step and lowers its scale
-        if bool(loss.isfinite().all()) and (bool(norm.isfinite()) or overflow):
+        if bool(loss.isfinite().all() & (norm.isfinite().to(loss.device) | overflow)):
             return
         named = self.models.unwrapped.named_parameters()
         grads = {name: whole_tensor(p.grad) for name, p in named if p.grad is not None}
