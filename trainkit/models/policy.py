@@ -33,6 +33,7 @@ from trainkit.functional import (
 from trainkit.models.adapters import HEADS, hub_arguments
 from trainkit.models.backend import autocast_dtype
 from trainkit.models.critic import ValueBranch, make_critic
+from trainkit.models.experts import ExpertBalance
 from trainkit.models.fitting import RowLimit
 from trainkit.models.head import EAGER, Folds, at_a_time, read_head, reads_in_blocks
 from trainkit.models.joined import JoinedRows
@@ -153,6 +154,8 @@ class Policy(nn.Module, ABC):
     """Whether `why_not_shared` has found that prompts can be shared."""
     shares_prompts = False
     """Whether the prompt of several rows is run once. It changes results by rounding alone."""
+    balance: ExpertBalance | None = None
+    """What adds up the loss that balances the experts of a mixture, if the model's config asks for it."""
     folds: Folds = EAGER
     """What is computed of blocks of logits; compiled by `trainkit.models.compiling`."""
     joins_rows = False
@@ -426,6 +429,8 @@ class CausalPolicy(Policy):
         self.head_alone = decided(lambda: _head_gives_logits(model), operator.not_)
         self.needs_mask = decided(lambda: needs_mask(model), bool)
         self.trunk = Trunk(model, self.critic.depth if isinstance(self.critic, ValueBranch) else None)
+        balances = getattr(model.config.get_text_config(), "output_router_logits", False)
+        self.balance = ExpertBalance(model) if balances else None
 
     @property
     def has_trunk(self) -> bool:
@@ -497,7 +502,9 @@ class CausalPolicy(Policy):
 
     def _run_apart(self, sequences: Sequences) -> tuple[Tensor, ...]:
         """Return the outputs of `_run` [B, T, *] for whole rows."""
-        with nullcontext() if sequences.trunk is None else self.trunk.given(sequences.trunk):
+        trunk = nullcontext() if sequences.trunk is None else self.trunk.given(sequences.trunk)
+        balance = nullcontext() if self.balance is None else self.balance.recorded(self.model, sequences)
+        with trunk, balance:
             return self._run(self._inputs(sequences))
 
     def _buckets(self, sequences: Sequences) -> list[Tensor]:
@@ -532,6 +539,8 @@ class CausalPolicy(Policy):
         """Return why something needs the states of whole rows [B, T]; None if nothing does."""
         if self.has_trunk:
             return "the output of frozen layers is stored for whole rows"
+        if self.balance is not None:
+            return "the loss that balances the experts is of whole rows"
         return None if self.critic is None else "the critic has layers of its own"
 
     def _states_as(self, rows: Sequences, shared: bool, joined: bool = False) -> Tensor:

@@ -125,6 +125,17 @@ class Models:
     def _loaded(self) -> Any:
         with global_rng(self.config.train.seed, "model", device=self.parallel.device), self.as_trained():
             policy = self._make_policy(self.config)
+        asked = getattr(getattr(getattr(policy, "model", None), "config", None), "output_router_logits", False)
+        if asked and getattr(policy, "balance", None) is None:
+            raise ConfigError(
+                f"output_router_logits is true, and a {type(policy).__name__} does not add the loss that balances the "
+                "experts of a mixture; set it to false"
+            )
+        if asked and self.config.train.compile:
+            raise ConfigError(
+                "train.compile and output_router_logits are true, and the loss that balances the experts of a mixture "
+                "is not built for compiled models; set one of the two to false"
+            )
         if recomputed := self.config.train.gradient_checkpointing:
             (recompute_mlps if recomputed == "mlp" else recompute_activations)(policy)
         if isinstance(policy, Policy):

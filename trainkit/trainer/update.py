@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from trainkit.config import TrainConfig
 from trainkit.data import Batch
 from trainkit.errors import ConfigError, NonFiniteError, OutOfMemoryError, TrainkitError
 from trainkit.functional import to_float64
+from trainkit.models.experts import Balance, ExpertBalance, tokens_of
 from trainkit.models.fitting import (
     ADVICE,
     STATES,
@@ -87,6 +88,8 @@ class Updater:
         self.unit = "tokens"
         """The unit that `Progress.tokens` counts: that of the last step's batch."""
         self._warned_past_the_end = False
+        self._share_of_balance = 0.0
+        """By which the loss that balances the experts is multiplied."""
         if config.microbatch_size == "auto" and not parallel.sharding.repeats:
             raise ConfigError(
                 f"train.microbatch_size is 'auto', and with train.sharding {entry_name(config.sharding)!r} processes "
@@ -155,6 +158,9 @@ class Updater:
         """Compute the gradient of the mean over ``weight`` units, those of all processes, and return the metrics."""
         share = weight / self.parallel.world  # because gradients are averaged over processes
         prepared = self._prepared_for_step(batch)
+        if (balance := self._balance) is not None:
+            tokens = float(self.parallel.reduce(torch.tensor(tokens_of(prepared)))) / self.parallel.world
+            self._share_of_balance = balance.coefficient / tokens
         recorded = self.recorder.pending
         while (metrics := self._attempt(self.micro_batches(prepared), share)) is None:
             self.recorder.pending = recorded
@@ -345,9 +351,21 @@ class Updater:
         return loss, {**metrics, "loss/total": m.Mean(to_float64(loss.detach()) * weight, weight)}
 
     def _backward(self, micro: Batch, share: Tensor, factor: float = 1.0) -> m.Metrics:
-        loss, metrics = self.measure(micro)
-        self.parallel.sharding.backward(loss * micro.weight.to(share.device) / share * factor)
+        balance, terms = self._balance, list[Balance]()
+        with nullcontext(terms) if balance is None else balance.collected() as terms:
+            loss, metrics = self.measure(micro)
+        total = loss * micro.weight.to(share.device) / share
+        for each in terms:
+            total = total + self._share_of_balance * each.loss.to(total.dtype)
+            sums = {"router/balance": each.loss.detach(), "router/entropy": each.entropy}
+            metrics = m.merge(metrics, {name: m.Mean(value, each.tokens) for name, value in sums.items()})
+        self.parallel.sharding.backward(total * factor)
         return metrics
+
+    @property
+    def _balance(self) -> ExpertBalance | None:
+        """What adds up the loss that balances the experts of the policy."""
+        return getattr(self.models.unwrapped, "balance", None)
 
     def _refuse_non_finite(self, metrics: m.Metrics, norm: Tensor) -> None:
         loss = self.parallel.reduce(torch.stack(metrics["loss/total"].tensors()))
