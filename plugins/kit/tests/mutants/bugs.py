@@ -856,8 +856,8 @@ BUGS = (
         "dpo",
         ("effects_as_declared",),
         patch="""
--        smoothing = {"beta": method.beta, "label_smoothing": method.label_smoothing}
-+        smoothing = {"beta": method.beta, "label_smoothing": -method.label_smoothing}
+-            return loss(chosen, rejected, method.beta, method.label_smoothing)
++            return loss(chosen, rejected, method.beta, 1 - method.label_smoothing)
 """,
     ),
     Bug(
@@ -1728,8 +1728,9 @@ BUGS = (
         "dpo",
         ("effects_as_declared",),
         patch="""
--                return ipo_loss(margins, beta=method.beta)
-+                return ipo_loss(margins, beta=method.beta / 2)
+-            return loss(chosen, rejected, method.beta, method.label_smoothing)
++            beta = method.beta / 2 if method.loss_type == "ipo" else method.beta
++            return loss(chosen, rejected, beta, method.label_smoothing)
 """,
     ),
     Bug(
@@ -1739,8 +1740,8 @@ BUGS = (
         "dpo",
         ("effects_as_declared",),
         patch="""
--        method, margins = self.method, chosen - rejected
-+        method, margins = self.method, self.method.beta * (chosen - rejected)
+-            return loss(chosen, rejected, method.beta, method.label_smoothing)
++            return loss(method.beta * chosen, method.beta * rejected, method.beta, method.label_smoothing)
 """,
     ),
     Bug(
