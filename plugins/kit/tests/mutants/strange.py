@@ -456,6 +456,20 @@ STRANGE = (
 """,
     ),
     Bug(
+        "baseline_weighted_by_length",
+        "the baseline is the mean of the others' scores over their tokens, so that long responses count more",
+        "of the field",
+        "_sound_length_penalty",
+        ("mates_count_alike",),
+        patch="""
+-        return replace(experience, advantages=leave_one_out(experience.advantages, self.method.k))
++        lengths = experience.sequences.response_mask.sum(1).view(-1, self.method.k)
++        scores = experience.advantages.view(-1, self.method.k)
++        totals = [x.sum(1, keepdim=True) - x for x in (lengths * scores, lengths)]
++        return replace(experience, advantages=(scores - totals[0] / totals[1]).flatten())
+""",
+    ),
+    Bug(
         "long_beside_the_longest",
         "the penalty of length is relative to the longest response of the collection",
         "of the field",

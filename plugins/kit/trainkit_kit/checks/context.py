@@ -16,10 +16,19 @@ from trainkit_kit.checking import check
 from trainkit_kit.checks.episodes import playing
 from trainkit_kit.checks.fields import contexts, method_fields, other_values, trainer_with
 from trainkit_kit.checks.losses import Learnt, learnt
-from trainkit_kit.checks.structure import structures
-from trainkit_kit.checks.tools import widened
+from trainkit_kit.checks.structure import compares_groups, sized, structures
+from trainkit_kit.checks.tools import Ids, credits_of, widened
 from trainkit_kit.failures import require
-from trainkit_kit.stand_in import Response, can_stand_in, collect_given, learns_from_given, letters, moved, standing_in
+from trainkit_kit.stand_in import (
+    Response,
+    can_stand_in,
+    collect_given,
+    learns_from_given,
+    letters,
+    moved,
+    standing_in,
+    varied,
+)
 from trainkit_kit.subjects import Bench, Subject
 
 CLOSE = 1e-5
@@ -180,6 +189,58 @@ def _other_group(trainer: Any, given: Given) -> Given:
         replace(x, ids=(token,) * (longer + at) + x.ids[-1:], score=2.0 * at - 5) for at, x in enumerate(given[-size:])
     ]
     return [*given[:-size], *last]
+
+
+def groups_of_text(subject: Subject) -> bool:
+    """Return whether the subject compares responses to a prompt by their scores."""
+    return reads_text(subject) and compares_groups(subject)
+
+
+@check(where=groups_of_text)
+def mates_count_alike(bench: Bench) -> None:
+    """Check that it makes no difference to a response which of two mates of unequal lengths has which of two scores.
+
+    Mean, deviation, median, best and worst of a group stay the same. If scores are punished by length before they are
+    compared, a deviation may change, and with it all advantages of the group by one factor. Where other groups change,
+    too, scores are compared by the tokens of a whole collection, and the algorithm passes.
+
+    Causes: a baseline that weighs scores by the lengths of responses, such as a masked mean over the tokens of a group;
+    scores that are compared with those of neighbours instead of all.
+    """
+    if not can_stand_in(bench):
+        return
+    bench = bench.in_one_turn().under(**sized(bench, len(LENGTHS)))
+    given = responses(bench.trainer())
+    if bench.trainer().samples_per_prompt != len(LENGTHS):
+        return
+    worst, one, other, best = sorted(range(len(LENGTHS)), key=lambda at: given[at].score)
+    turned = list(given)
+    turned[one], turned[other] = (replace(given[at], score=given[to].score) for at, to in ((one, other), (other, one)))
+    before, after = _credits(bench, given), _credits(bench, turned)
+    largest = max(float(credit.abs().max()) for credit in before.values() if credit.numel())
+    ids = [(each.query, each.ids) for each in given]
+    (mates, now), (rest, later) = (
+        [torch.cat([found.get(ids[at], torch.zeros(len(ids[at][1]))) for at in rows]) for found in (before, after)]
+        for rows in ([worst, best], range(len(LENGTHS), len(given)))
+    )
+    if float((rest - later).abs().max()) > CLOSE * largest:
+        return
+    factor = float(mates @ now / (mates @ mates)) if mates.any() else 1.0
+    off = float((now - factor * mates).abs().max())
+    require(
+        off <= 10 * CLOSE * largest,
+        f"if responses of {len(given[one].ids)} and {len(given[other].ids)} tokens exchange their scores, "
+        f"{given[one].score:.3g} and {given[other].score:.3g}, the credits of the best and the worst of their group "
+        f"change by up to {off:.4g}, of {largest:.4g}, and not by one factor: scores count by length or by place",
+    )
+
+
+def _credits(bench: Bench, given: Given) -> dict[Ids, Tensor]:
+    """Return what is learnt from given responses before the first update, with a policy that equals its reference."""
+    trainer = bench.trainer()
+    with standing_in(trainer, lambda name, _, before, token: varied(name, True, before, token)):
+        batch = collect_given(trainer, given)
+        return {ids: credit * float(batch.weight) for ids, credit in credits_of(trainer, batch).items()}
 
 
 # ---------------------------------------------------------------------------------------------- samples of a dataset
