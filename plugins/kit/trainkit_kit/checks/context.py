@@ -202,10 +202,13 @@ def mates_count_alike(bench: Bench) -> None:
 
     Mean, deviation, median, best and worst of a group stay the same. If scores are punished by length before they are
     compared, a deviation may change, and with it all advantages of the group by one factor. Where other groups change,
-    too, scores are compared by the tokens of a whole collection, and the algorithm passes.
+    too, scores are compared by the tokens of a whole collection, and the algorithm passes. If the credits of a group of
+    short responses add up to 0, so do those of long ones: what all responses of a group have to pay takes part in their
+    comparison.
 
     Causes: a baseline that weighs scores by the lengths of responses, such as a masked mean over the tokens of a group;
-    scores that are compared with those of neighbours instead of all.
+    scores that are compared with those of neighbours instead of all; a penalty that is subtracted from advantages
+    instead of scores.
     """
     if not can_stand_in(bench):
         return
@@ -233,6 +236,12 @@ def mates_count_alike(bench: Bench) -> None:
         f"{given[one].score:.3g} and {given[other].score:.3g}, the credits of the best and the worst of their group "
         f"change by up to {off:.4g}, of {largest:.4g}, and not by one factor: scores count by length or by place",
     )
+    short, long = (_sums(bench, [replace(x, ids=x.ids[:1] * length + x.ids[-1:]) for x in given]) for length in (1, 5))
+    require(
+        short > 10 * CLOSE or long <= 10 * CLOSE,
+        "the credits of the responses of a group add up to 0 if they have two tokens each, and if they have six, to "
+        f"{long:.4g} times the largest one: what long responses pay is no part of the comparison",
+    )
 
 
 def _credits(bench: Bench, given: Given) -> dict[Ids, Tensor]:
@@ -241,6 +250,14 @@ def _credits(bench: Bench, given: Given) -> dict[Ids, Tensor]:
     with standing_in(trainer, lambda name, _, before, token: varied(name, True, before, token)):
         batch = collect_given(trainer, given)
         return {ids: credit * float(batch.weight) for ids, credit in credits_of(trainer, batch).items()}
+
+
+def _sums(bench: Bench, given: Given) -> float:
+    """Return the largest sum of the credits of a group, in units of the largest credit of a response."""
+    found = _credits(bench, given)
+    size = bench.trainer().samples_per_prompt
+    sums = torch.tensor([float(found.get((each.query, each.ids), torch.zeros(1)).sum()) for each in given])
+    return float(sums.view(-1, size).sum(1).abs().max() / sums.abs().max())
 
 
 # ---------------------------------------------------------------------------------------------- samples of a dataset
