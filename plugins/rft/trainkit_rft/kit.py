@@ -61,7 +61,7 @@ def old_ones_that_stay(trainer: Any) -> int:
 
 
 def oldest_that_comes_again(trainer: Any) -> int:
-    """Return 1 if the oldest response of a full pool, which is sampled again before another one, stays, and 0 if not."""
+    """Return 1 if the oldest response of a full pool stays when it is sampled again before another one, 0 if not."""
     x = trainer.experience(trainer.sample([{"prompt": prompt} for prompt in "aa"]), torch.tensor([1.0, 2.0]))
     again, other = (str(response.tolist()) for response in x.sequences.responses)
     assert again != other, "two responses of the tiny run are equal"

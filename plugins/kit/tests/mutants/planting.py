@@ -22,6 +22,7 @@ SOURCES = [
     *ROOT.glob("plugins/*/trainkit_*/trainer.py"),
     *ROOT.glob("examples/plugins/*/trainkit_*.py"),
     *ROOT.glob("plugins/kit/tests/sound/*.py"),
+    *ROOT.glob("tests/researchers/*.py"),
 ]
 TUTORIAL = ROOT / "docs/write-an-algorithm.md"
 """The page whose algorithm is a base too: the one with settings."""

@@ -470,6 +470,49 @@ STRANGE = (
 """,
     ),
     Bug(
+        "turns_end_the_sum",
+        "a turn is credited with its own rewards, without those of later turns",
+        "of the field",
+        "_test_turns",
+        ("time_has_a_direction",),
+        patch="""
+-        return TurnsBatch(rollouts.sequences, zero_masked(rewards.flip(1).cumsum(1).flip(1), mask))
++        returns, total = rewards.clone(), rewards.new_zeros(len(rewards))
++        for t in range(mask.size(1) - 1, -1, -1):
++            returns[:, t] = total = (total + rewards[:, t]) * mask[:, t]
++        return TurnsBatch(rollouts.sequences, returns)
+""",
+    ),
+    Bug(
+        "penalty_after_the_baseline",
+        "the penalty of length is subtracted from advantages, so that a whole group is lowered",
+        "of the field",
+        "_sound_length_penalty",
+        ("mates_count_alike",),
+        patch="""
+-        rewards = per_response(scores) - self.method.price * beyond
++        rewards = per_response(scores)
+@@
+-        return replace(experience, advantages=leave_one_out(experience.advantages, self.method.k))
++        beyond = (experience.sequences.response_mask.sum(1) - self.method.budget).clamp(min=0)
++        gains = leave_one_out(experience.advantages, self.method.k)
++        return replace(experience, advantages=gains - self.method.price * beyond)
+""",
+    ),
+    Bug(
+        "reward_on_the_first_token",
+        "the reward of a sample is placed on its first token",
+        "of the field",
+        "_sound_expectile",
+        ("rewards_reach_the_end", "effects_as_declared",),
+        patch="""
+-        return ExpectileBatch(sequences, place_scores(rewards, sequences.response_mask))
++        mask = sequences.response_mask
++        first = mask & (mask.cumsum(1) == 1)
++        return ExpectileBatch(sequences, zero_masked(rewards.unsqueeze(1).expand(mask.shape), first))
+""",
+    ),
+    Bug(
         "long_beside_the_longest",
         "the penalty of length is relative to the longest response of the collection",
         "of the field",
