@@ -504,7 +504,10 @@ STRANGE = (
         "the reward of a sample is placed on its first token",
         "of the field",
         "_sound_expectile",
-        ("rewards_reach_the_end", "effects_as_declared",),
+        (
+            "rewards_reach_the_end",
+            "effects_as_declared",
+        ),
         patch="""
 -        return ExpectileBatch(sequences, place_scores(rewards, sequences.response_mask))
 +        mask = sequences.response_mask
