@@ -516,6 +516,27 @@ STRANGE = (
 """,
     ),
     Bug(
+        "level_before_the_gains",
+        "the level rises with the scores of a collection before gains over it are computed",
+        "of the field",
+        "_sound_curriculum",
+        ("context_does_not_count",),
+        patch="""
+-        over = experience.advantages - self.level
+-        gains = over.clamp(min=0) + 0.1 * over.clamp(max=0)
+-        groups = gains.view(-1, self.method.k)
+-        above = over.new_tensor([float((over >= 0).sum()), float(len(over))])
++        over = experience.advantages - self.level
++        above = over.new_tensor([float((over >= 0).sum()), float(len(over))])
+@@
+-            self.level, self.steps_at_level = self.level + self.method.rise, 0
++            self.level, self.steps_at_level = self.level + self.method.rise, 0
++        over = experience.advantages - self.level
++        gains = over.clamp(min=0) + 0.1 * over.clamp(max=0)
++        groups = gains.view(-1, self.method.k)
+""",
+    ),
+    Bug(
         "long_beside_the_longest",
         "the penalty of length is relative to the longest response of the collection",
         "of the field",

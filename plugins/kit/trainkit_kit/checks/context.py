@@ -116,7 +116,7 @@ def _require_of_responses(bench: Bench) -> None:
         "prompts of other lengths": _longer_prompts,
         "prompts of other text": _other_prompts,
         "groups and their responses in another order": _reordered,
-        **({"other responses to other prompts": _other_group} if grouped else {}),
+        **({"other responses to other prompts": _other_groups} if grouped else {}),
     }
     _require_ways(bench, ways, episodes=False)
     last = dict([ways.popitem()])
@@ -139,7 +139,7 @@ def _require_ways(bench: Bench, ways: dict[str, Callable[[Any, Given], Given]], 
     before = _learnt(bench, lambda _, given: given, episodes=episodes)
     for what, change in ways.items():
         after = _learnt(bench, change, episodes=episodes)
-        kept = {ids: values for ids, values in before.items() if change is not _other_group or ids in after}
+        kept = {ids: values for ids, values in before.items() if change is not _other_groups or ids in after}
         require_same_learnt(kept, after, what)
     wide = _learnt(bench, lambda _, given: given, episodes=episodes, padding=5)
     require_same_learnt(before, wide, "five more columns of padding")
@@ -182,13 +182,13 @@ def _reordered(trainer: Any, given: Given) -> Given:
     return [each for group in groups[::-1] for each in [*group[1:], *group[:1]]]
 
 
-def _other_group(trainer: Any, given: Given) -> Given:
+def _other_groups(trainer: Any, given: Given) -> Given:
     size, token = trainer.samples_per_prompt, letters(trainer, 8)[5]
-    longer = max(LENGTHS)  # than all others, so that a statistic of lengths is another one
-    last = [
-        replace(x, ids=(token,) * (longer + at) + x.ids[-1:], score=2.0 * at - 5) for at, x in enumerate(given[-size:])
+    longer = max(LENGTHS)  # than those of the first group, so that a statistic of lengths is another one
+    others = [
+        replace(x, ids=(token,) * (longer + at) + x.ids[-1:], score=2.0 * at - 1) for at, x in enumerate(given[size:])
     ]
-    return [*given[:-size], *last]
+    return [*given[:size], *others]
 
 
 def groups_of_text(subject: Subject) -> bool:
