@@ -537,6 +537,18 @@ STRANGE = (
 """,
     ),
     Bug(
+        "value_of_the_last_token",
+        "the reward is compared with the value of the last token in all states, so that V of the others is not fitted",
+        "of the field",
+        "_sound_awr",
+        ("critic_is_fitted_everywhere",),
+        patch="""
+-        error = batch.rewards.unsqueeze(1) - out.values
++        last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
++        error = batch.rewards.unsqueeze(1) - (out.values * last).sum(1, keepdim=True).expand_as(out.values)
+""",
+    ),
+    Bug(
         "long_beside_the_longest",
         "the penalty of length is relative to the longest response of the collection",
         "of the field",

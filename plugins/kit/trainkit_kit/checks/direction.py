@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from trainkit.errors import suggest
+from trainkit.models import TokenOutputs
 from trainkit.testing.declarations import Structure
 from trainkit_kit.checking import check
-from trainkit_kit.checks.context import Given, responses
+from trainkit_kit.checks.context import Given, reads_text, responses
 from trainkit_kit.checks.episodes import playing
 from trainkit_kit.checks.losses import evaluated
 from trainkit_kit.checks.structure import structures
@@ -186,6 +187,42 @@ def critic_follows_rewards(bench: Bench) -> None:
             f"the loss pulls up the value of this state by {pull:.4g}; it should be 0: the target is a return, in "
             "which the own value cancels, as in A + V",
         )
+
+
+def writes_text(subject: Subject) -> bool:
+    """Return whether the subject trains a policy over tokens on text of the usual form."""
+    return reads_text(subject) and subject.writes_text
+
+
+@check(where=writes_text)
+def critic_is_fitted_everywhere(bench: Bench) -> None:
+    """Check that values, and outputs of a head, are fitted in all states in which a token was chosen, or in the first.
+
+    A critic that is not fitted in some states is left there at what it was, and says it of every response. Which tokens
+    the policy learns from is another question, which an algorithm may decide.
+
+    Causes: values of the last or the first token that are taken for those of all; a difference of neighbours that
+    leaves out one end; a mask without EOS.
+    """
+    if not can_stand_in(bench):
+        return
+    trainer = bench.in_one_turn().trainer()
+    with standing_in(trainer, varied):
+        if trainer.online:
+            collect_given(trainer, responses(trainer))
+        else:
+            with torch.no_grad():
+                trainer.collect()
+        found = evaluated(trainer, for_loss(trainer, trainer.store.experience))
+        for (sequences, _), slopes in zip(found.calls, found.slopes(), strict=True):
+            for name in slopes.keys() - set(TokenOutputs._fields) | slopes.keys() & {"values"}:
+                for ids, slope, mask in zip(sequences.responses, slopes[name], sequences.response_mask, strict=True):
+                    fitted = (slope[mask] != 0).tolist()
+                    require(
+                        all(fitted) or not any(fitted[1:]),
+                        f"the loss has a derivative by {name} at the tokens {[at for at, x in enumerate(fitted) if x]} "
+                        f"of the response {ids.tolist()}, and not at the others",
+                    )
 
 
 def declares_discount(subject: Subject) -> bool:
