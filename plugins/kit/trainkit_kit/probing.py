@@ -11,11 +11,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from trainkit.models.policy import CausalPolicy
+from trainkit.models import policy
 from trainkit.rollouts import sampler
 
-PROBES: tuple[tuple[Any, str], ...] = ((CausalPolicy, "why_not_shared"), (sampler, "stepping_fault"))
-"""Functions that run a model to see how it can be run, given what has it as its attribute ``model``."""
+PROBES: tuple[tuple[Any, str], ...] = (
+    (policy, "needs_mask"),
+    (policy.CausalPolicy, "why_not_shared"),
+    (sampler, "stepping_fault"),
+)
+"""Functions that run a model to see how it can be run, given the model or what has it as its attribute ``model``."""
 
 _answers: dict[tuple[Any, ...], Any] = {}
 
