@@ -84,7 +84,8 @@ def kto_of_pairs(world: World) -> Tensor:
     ratios = (world.logprobs - world.ref_logprobs).sum(1).chunk(2)
     (chosen, z_chosen), (rejected, z_rejected) = ((r, r.detach().mean().clamp(min=0)) for r in ratios)
     margins = world.method.beta * torch.stack([chosen - z_rejected, z_chosen - rejected])
-    return (1 - margins.sigmoid()).mean()
+    loss: Tensor = (1 - margins.sigmoid()).mean()
+    return loss
 
 
 def best_and_worst_of(world: World) -> tuple[Tensor, Tensor, Tensor]:
