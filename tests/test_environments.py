@@ -81,6 +81,12 @@ def test_responses_that_are_no_episodes_have_no_score(tmp_path: Path) -> None:
         trainer.score(trainer.generate(["a"], max_new_tokens=3))
 
 
+def test_sampling_episodes_makes_the_policy(tmp_path: Path) -> None:
+    """As sampling responses does: `trainer.sample` may be the first thing that is asked of a trainer."""
+    trainer = tiny_trainer("rloo", tmp_path, arguments={"environment": Letters, "reward_fn": None})
+    assert trainer.sample([{"prompt": "a"}]).turns is not None
+
+
 def test_what_the_sampler_says_of_an_episode_is_what_the_policy_says(tmp_path: Path) -> None:
     trainer = player(tmp_path, rollout__temperature=0.7)
     found = trainer.play(["ab", "c", "def"])

@@ -157,8 +157,9 @@ class Structure:
             the score raises the advantage by as much in groups of any size. The class has a ``group``.
         surrogate: the clipped surrogate is the pessimistic one, max(−Aρ, −A clip(ρ)), and ρ is an importance ratio per
             ``token`` or per ``sequence``, or the geometric mean over the tokens of a response (``sequence_mean``); or
-            it is −A clip(ρ) log π with ρ per token and without gradient through ρ (``cispo``). ``none``: nothing is
-            clipped, so that no token loses its gradient when the policy moves.
+            it is −A clip(ρ) log π with ρ per token and without gradient through ρ (``cispo``), or −Aρ where ρ of a
+            token is in the range and 0 elsewhere (``masked``). ``none``: nothing is clipped, so that no token loses its
+            gradient when the policy moves.
         cliprange: the names of the settings that say how far ρ may fall below 1 and rise above it.
         detached: outputs of the policy, such as ``logprobs``, ``values`` or the name of a head's output, through which
             the loss has less gradient than its value says, because a part of it is detached. ``()``: the gradient is
@@ -184,7 +185,7 @@ class Structure:
 
     scores: Literal["row", "group", "collection"] | None = None
     baseline: Literal["leave_one_out"] | None = None
-    surrogate: Literal["none", "token", "sequence", "sequence_mean", "cispo"] | None = None
+    surrogate: Literal["none", "token", "sequence", "sequence_mean", "cispo", "masked"] | None = None
     cliprange: tuple[str, str] = ("cliprange", "cliprange")
     detached: tuple[str, ...] | None = None
     whitened: tuple[str, ...] | None = None

@@ -212,6 +212,7 @@ class Sampling:
         rows = [
             {**self.text.numbered(row), "episode_seed": seed} for row, seed in zip(rows, seeds_of_episodes, strict=True)
         ]
+        self.models.build()
         eos = [*eos_ids(self.models.unwrapped.model, self.text.tokenizer), *settings.stop_token_ids]
         return self.player(rows, settings, seeds, sample, eos).to(self.parallel.device)
 

@@ -107,6 +107,15 @@ def pairs_of_the_papers(world: World) -> Tensor:
     return losses[method.loss_type].mean()
 
 
+def kto_of_pairs(world: World) -> Tensor:
+    """Return half of 1 − σ(β(r_c − z_r)) + 1 − σ(β(z_c − r_r)), z the mean of r if it is positive, without gradient."""
+    ratios = (world.logprobs - world.ref_logprobs).sum(1).chunk(2)
+    (chosen, z_chosen), (rejected, z_rejected) = ((r, r.detach().mean().clamp(min=0)) for r in ratios)
+    margins = world.method.beta * torch.stack([chosen - z_rejected, z_chosen - rejected])
+    loss: Tensor = (1 - margins.sigmoid()).mean()
+    return loss
+
+
 def best_and_worst_of(world: World) -> tuple[Tensor, Tensor, Tensor]:
     """Return the rows of the best and the worst response of each group, and whether their scores differ. [B / k] ×3."""
     groups = world.scores.view(-1, world.method.k)
@@ -138,6 +147,7 @@ OF_PAIRS = (
         Structure(gradient=pairs_of_the_papers, under={"method.loss_type": loss, "method.beta": 0.3})
         for loss in ("nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop")
     ),
+    Structure(gradient=kto_of_pairs, under={"method.loss_type": "kto_pair"}),
 )
 ESTIMATES = Structure(unbiased=("policy/kl", "policy/kl_per_token"), non_negative=("policy/kl_per_token",))
 OF_GROUPS = Structure(scores="group", surrogate="none", detached=())

@@ -120,12 +120,12 @@ def share_of_the_distance(trainer: Any) -> float:
 
 
 def updates_of_targets(trainer: Any) -> int:
-    """Return after how many of twelve steps the targets of Q have changed."""
+    """Return the sum of the numbers, of 1 to 12, of the steps after which the targets of Q have changed."""
     head, updates = nudged(trainer).unwrapped.head, 0
     for step in range(1, 13):
         trainer.progress.step, before = step, weights_of(head.target_q)
         trainer.after_step()
-        updates += not torch.equal(before, weights_of(head.target_q))
+        updates += 0 if torch.equal(before, weights_of(head.target_q)) else step
     return updates
 
 
@@ -157,7 +157,7 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     ],
     # of the distance, 1 − α is left after the first step
     "alpha": Effect(share_of_the_distance, equals={0.1: 0.9, 0.75: 0.25, 1.0: 0.0}),
-    "steps_for_target_q_sync": Effect(updates_of_targets, equals={1: 12, 4: 3, 5: 2}),
+    "steps_for_target_q_sync": Effect(updates_of_targets, equals={1: 78, 4: 24, 5: 15}),
 }
 
 

@@ -15,7 +15,6 @@ from trainkit.models import policy
 from trainkit.rollouts import sampler
 
 PROBES: tuple[tuple[Any, str], ...] = (
-    (policy, "_head_gives_logits"),
     (policy, "needs_mask"),
     (policy.CausalPolicy, "why_not_shared"),
     (sampler, "stepping_fault"),

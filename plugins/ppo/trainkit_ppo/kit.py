@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trainkit import Verdict
-from trainkit.functional import masked_mean
+from trainkit.functional import masked_mean, masked_sum
 from trainkit.testing import Declaration, Effect, Structure, nudged
 
 MOVED = {"optimizer.lr": 0.03, "method.ratio_threshold": None}
@@ -21,6 +21,15 @@ def kl_coef_at_the_end(trainer: Any) -> float:
     trainer.learn()
     coef: float = trainer.kl.coef
     return coef
+
+
+def kl_coef_after_a_kl_of(trainer: Any) -> float:
+    """Return β = 1 after a collection of `horizon` responses whose KL is by the share `target` above its target."""
+    _, x = moved_rollouts(trainer)
+    mean = masked_sum(x.logprobs - x.ref_logprobs, x.sequences.response_mask, dim=1).mean()
+    trainer.kl = type(trainer.kl)(1.0, float(mean) / (1 + trainer.method.target), len(x))
+    trainer.prepare_experience(x)
+    return float(trainer.kl.coef)
 
 
 def moved_rollouts(trainer: Any) -> tuple[Any, Any]:
@@ -41,12 +50,17 @@ def first_of_three(trainer: Any) -> float:
 
 @torch.no_grad()
 def returns_by_their_sum(trainer: Any) -> float:
-    """Return 1 + the largest error of the returns, relative to V_t + Σ_l (γλ)^l (r + γV' − V), Schulman et al. 2015."""
+    """Return 1 + the largest error of the returns, relative to V_t + Σ_l (γλ)^l (r + γV' − V), Schulman et al. 2015.
+
+    Scores are divided by their deviation if they are scaled, and the KL penalty is not.
+    """
     _, x = moved_rollouts(trainer)
+    trainer.moments, std = type(trainer.moments)(), masked_sum(x.scores, x.sequences.response_mask, dim=1).std()
+    scale = 1.0 if trainer.method.scale_reward == "none" else float(std)
     gamma, lam, beta, mask = trainer.method.gamma, trainer.method.lam, trainer.kl.coef, x.sequences.response_mask
     found, due = trainer.prepare_experience(x).returns[mask], list[float]()
     for row, keep in enumerate(mask):
-        names = (x.scores - beta * (x.logprobs - x.ref_logprobs), x.values)
+        names = (x.scores / scale - beta * (x.logprobs - x.ref_logprobs), x.values)
         rewards, values = (each[row][keep].tolist() for each in names)
         after = [*values[1:], 0.0]
         deltas = [r + gamma * v - own for r, v, own in zip(rewards, after, values, strict=True)]
@@ -142,11 +156,14 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
         Effect(returns_by_their_sum, equals={0.0: 1.0, 0.5: 1.0}),
     ],
     # β (1 ± 0.2 · 16 / horizon) after each of five collections; the KL of the first one is 0
-    "target": Effect(
-        kl_coef_at_the_end,
-        equals={1e-6: 0.05 * 0.936 * 1.064**4, 10.0: 0.05 * 0.936**5},
-        under={**STEERED, "method.horizon": 50},
-    ),
+    "target": [
+        Effect(
+            kl_coef_at_the_end,
+            equals={1e-6: 0.05 * 0.936 * 1.064**4, 10.0: 0.05 * 0.936**5},
+            under={**STEERED, "method.horizon": 50},
+        ),
+        Effect(kl_coef_after_a_kl_of, equals={0.05: 1.05, 0.1: 1.1, 0.5: 1.2}),
+    ],
     "horizon": Effect(
         kl_coef_at_the_end,
         equals={20: 0.05 * 0.84**5, 10_000: 0.05 * 0.99968**5},
@@ -156,6 +173,7 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
         Effect("size of returns", falls=("none", "running")),
         Effect("size of returns", falls=("none", "ref")),
         Effect(first_of_three, equals={"none": 2.0, "running": 1.0, "ref": 1.0}),
+        Effect(returns_by_their_sum, equals={"none": 1.0, "running": 1.0}, under={"method.init_kl_coef": 0.5}),
     ],
     "cliprange_reward": Effect(largest_score, equals={0.1: 0.1, 2.0: 2.0, None: 5.0}),
     "missing_eos_penalty": [

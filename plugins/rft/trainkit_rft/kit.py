@@ -60,6 +60,18 @@ def old_ones_that_stay(trainer: Any) -> int:
     return len(old.keys() & pool.keys())
 
 
+def oldest_that_comes_again(trainer: Any) -> int:
+    """Return 1 if the oldest response of a full pool stays when it is sampled again before another one, 0 if not."""
+    x = trainer.experience(trainer.sample([{"prompt": prompt} for prompt in "aa"]), torch.tensor([1.0, 2.0]))
+    again, other = (str(response.tolist()) for response in x.sequences.responses)
+    assert again != other, "two responses of the tiny run are equal"
+    old = {again: 1.0, **{str([0] * (20 + i)): 0.0 for i in range(trainer.method.pool_size - 1)}}
+    trainer.pools = {str(x.sequences.queries[0].tolist()): old}
+    trainer.prepare_experience(x)
+    (pool,) = trainer.pools.values()
+    return int(again in pool)
+
+
 LONG = {"train.total_steps": 10}
 ONE_KIND = {"method.start_percentile": 0.5, "method.end_percentile": 0.5}
 EFFECTS: dict[str, Effect | list[Effect]] = {
@@ -74,6 +86,7 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     "pool_size": [
         Effect(largest_pool, equals={1: 1, 4: 4, 8: 8}, under=LONG),
         Effect(old_ones_that_stay, equals={2: 0, 4: 2, 8: 6}),
+        Effect(oldest_that_comes_again, equals={4: 1, 8: 1}),
     ],
 }
 # a prompt whose responses all have one score is compared with other prompts, which the tests of trainkit-rft cover

@@ -1413,19 +1413,6 @@ BUGS = (
 """,
     ),
     Bug(
-        "odds_of_sums",
-        "the odds are those of whole responses instead of means over their tokens",
-        "of the field",
-        "orpo",
-        ("effects_as_declared",),
-        patch="""
--        beta, (_, means) = self.method.beta, self.read(batch)
--        ratios = self.log_ratios(*means)
-+        beta, (sums, means) = self.method.beta, self.read(batch)
-+        ratios = self.log_ratios(*sums)
-""",
-    ),
-    Bug(
         "likelihood_weighted_twice",
         "the weight of the likelihood of chosen outputs is applied twice",
         "of the field",
@@ -1607,18 +1594,6 @@ BUGS = (
 -            loss = loss - method.ent_coef * masked_mean(new.entropy, mask)
 +            loss = loss - 0.5 * method.ent_coef * masked_mean(new.entropy, mask)
 """,
-    ),
-    Bug(
-        "discount_and_trace_exchanged",
-        "γ takes the place of λ, and λ that of γ",
-        "of the field",
-        "ppo",
-        ("effects_as_declared",),
-        patch="""
--        advantages, returns = gae(x.values, rewards, mask, gamma=method.gamma, lam=method.lam, bootstrap=x.bootstrap)
-+        advantages, returns = gae(x.values, rewards, mask, gamma=method.lam, lam=method.gamma, bootstrap=x.bootstrap)
-""",
-        missed="γ and λ exchanged",
     ),
     Bug(
         "returns_of_the_sum_of_rewards",
@@ -1822,6 +1797,89 @@ BUGS = (
         patch="""
 -        with embedding_noise(self.unwrapped, self.method.neftune_alpha):
 +        with embedding_noise(self.unwrapped, self.method.neftune_alpha / 2**0.5):
+""",
+    ),
+    Bug(
+        "kl_is_scaled_too",
+        "the KL penalty is subtracted before rewards are scaled, and divided by the deviation of scores, too",
+        "of the field",
+        "ppo",
+        ("effects_as_declared",),
+        patch="""
+-        rewards = self.rewards(x, self.scaled(zero_masked(x.scores, mask), mask))
++        rewards = self.scaled(self.rewards(x, zero_masked(x.scores, mask)), mask)
+""",
+    ),
+    Bug(
+        "controller_reads_tokens",
+        "the controller compares the mean KL of a token with the target, which is that of a response",
+        "of the field",
+        "ppo",
+        ("effects_as_declared",),
+        patch="""
+-        self.kl.update(total / episodes, int(episodes))
++        tokens = self.reduce(mask.sum().double()).item()
++        self.kl.update(total / tokens, int(episodes))
+""",
+    ),
+    Bug(
+        "own_kl_of_pairs",
+        "each side of a pair is compared with its own estimate of the KL instead of the other side's",
+        "of the field",
+        "dpo",
+        ("gradient_in_expectation",),
+        patch="""
+-    against_chosen, against_rejected = rejected_kl.detach().clamp(min=0), chosen_kl.detach().clamp(min=0)
++    against_chosen, against_rejected = chosen_kl.detach().clamp(min=0), rejected_kl.detach().clamp(min=0)
+""",
+    ),
+    Bug(
+        "synced_one_step_early",
+        "targets are updated one step before their interval is over",
+        "of the field",
+        "ilql",
+        ("effects_as_declared",),
+        patch="""
+-        if self.progress.step % self.method.steps_for_target_q_sync == 0:
++        if (self.progress.step + 1) % self.method.steps_for_target_q_sync == 0:
+""",
+    ),
+    Bug(
+        "repeats_stay_old",
+        "a response that is sampled again keeps its old place in the pool, and leaves it first",
+        "of the field",
+        "rft",
+        ("effects_as_declared",),
+        patch="""
+-                others = [item for item in self.pools.get(query, {}).items() if item[0] != response]
+-                self.pools[query] = dict([*others, (response, score)][-self.method.pool_size :])
++                pool = {**self.pools.get(query, {}), response: score}
++                self.pools[query] = dict([*pool.items()][-self.method.pool_size :])
+""",
+    ),
+    Bug(
+        "ranks_for_indices",
+        "samples are packed by their rank in the order of lengths instead of their index, so that rows are too long",
+        "of the field",
+        "sft",
+        ("packing",),
+        patch="""
+-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
++    for rank, index in enumerate(sorted(range(len(lengths)), key=lambda i: -lengths[i])):
+@@
+-        bins[into].append(index)
++        bins[into].append(rank)
+""",
+    ),
+    Bug(
+        "rows_of_images_transposed",
+        "images are numbered row by row of another table than their steps, so that some steps are trained twice",
+        "of the field",
+        "ddpo",
+        ("rows_are_trained_once",),
+        patch="""
+-        image = torch.arange(len(experience)).unsqueeze(1).expand_as(steps).flatten()
++        image = torch.arange(len(experience)).repeat(steps.size(1))
 """,
     ),
     *STRANGE,

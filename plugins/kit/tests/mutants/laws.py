@@ -169,7 +169,7 @@ OF_TIME = (
         "γ is passed as λ, and λ as γ; their product is the same",
         "of the field",
         "ppo",
-        ("discounted_as_declared",),
+        ("discounted_as_declared", "effects_as_declared"),
         patch="""
 -        advantages, returns = gae(x.values, rewards, mask, gamma=method.gamma, lam=method.lam, bootstrap=x.bootstrap)
 +        advantages, returns = gae(x.values, rewards, mask, gamma=method.lam, lam=method.gamma, bootstrap=x.bootstrap)
@@ -290,7 +290,7 @@ OF_EXPECTATION = (
         "the odds are those of the whole output's probability, where the mean over its tokens is meant",
         "of the field",
         "orpo",
-        ("gradient_in_expectation",),
+        ("gradient_in_expectation", "effects_as_declared"),
         patch="""
 -        beta, (_, means) = self.method.beta, self.read(batch)
 -        ratios = self.log_ratios(*means)

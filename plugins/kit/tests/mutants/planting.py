@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import re
@@ -22,6 +23,7 @@ SOURCES = [
     *ROOT.glob("plugins/*/trainkit_*/trainer.py"),
     *ROOT.glob("examples/plugins/*/trainkit_*.py"),
     *ROOT.glob("plugins/kit/tests/sound/*.py"),
+    *ROOT.glob("tests/researchers/*.py"),
 ]
 TUTORIAL = ROOT / "docs/write-an-algorithm.md"
 """The page whose algorithm is a base too: the one with settings."""
@@ -89,12 +91,20 @@ def _source_of(base: str) -> str:
     for path in SOURCES:
         if registers in (text := path.read_text(encoding="utf-8")):
             settings = _settings_beside(path)
+            text = text.replace('"""', f'"""{_sources_beside(path)}', 1)
             kit = f"\nfrom {path.parent.name}.kit import KIT\n" if path.with_name("kit.py").exists() else ""
             return SETTINGS.sub(lambda _, found=settings: found, text) + kit
     for text in re.findall(r"^```python\n(.*?)^```$", TUTORIAL.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
         if registers in text and FUTURE in text:
             return str(text)
     raise PlantingError(f"no plugin here registers {base!r}")
+
+
+def _sources_beside(path: Path) -> str:
+    """The docstring of the trainer's package, in which most name their papers: a copy without them has a fault more."""
+    package = path.with_name("__init__.py")
+    found = ast.get_docstring(ast.parse(package.read_text(encoding="utf-8"))) if package.exists() else None
+    return f"{found}\n\n" if found else ""
 
 
 def _settings_beside(path: Path) -> str:

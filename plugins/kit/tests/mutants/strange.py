@@ -456,6 +456,99 @@ STRANGE = (
 """,
     ),
     Bug(
+        "baseline_weighted_by_length",
+        "the baseline is the mean of the others' scores over their tokens, so that long responses count more",
+        "of the field",
+        "_sound_length_penalty",
+        ("mates_count_alike",),
+        patch="""
+-        return replace(experience, advantages=leave_one_out(experience.advantages, self.method.k))
++        lengths = experience.sequences.response_mask.sum(1).view(-1, self.method.k)
++        scores = experience.advantages.view(-1, self.method.k)
++        totals = [x.sum(1, keepdim=True) - x for x in (lengths * scores, lengths)]
++        return replace(experience, advantages=(scores - totals[0] / totals[1]).flatten())
+""",
+    ),
+    Bug(
+        "turns_end_the_sum",
+        "a turn is credited with its own rewards, without those of later turns",
+        "of the field",
+        "_test_turns",
+        ("time_has_a_direction",),
+        patch="""
+-        return TurnsBatch(rollouts.sequences, zero_masked(rewards.flip(1).cumsum(1).flip(1), mask))
++        returns, total = rewards.clone(), rewards.new_zeros(len(rewards))
++        for t in range(mask.size(1) - 1, -1, -1):
++            returns[:, t] = total = (total + rewards[:, t]) * mask[:, t]
++        return TurnsBatch(rollouts.sequences, returns)
+""",
+    ),
+    Bug(
+        "penalty_after_the_baseline",
+        "the penalty of length is subtracted from advantages, so that a whole group is lowered",
+        "of the field",
+        "_sound_length_penalty",
+        ("mates_count_alike",),
+        patch="""
+-        rewards = per_response(scores) - self.method.price * beyond
++        rewards = per_response(scores)
+@@
+-        return replace(experience, advantages=leave_one_out(experience.advantages, self.method.k))
++        beyond = (experience.sequences.response_mask.sum(1) - self.method.budget).clamp(min=0)
++        gains = leave_one_out(experience.advantages, self.method.k)
++        return replace(experience, advantages=gains - self.method.price * beyond)
+""",
+    ),
+    Bug(
+        "reward_on_the_first_token",
+        "the reward of a sample is placed on its first token",
+        "of the field",
+        "_sound_expectile",
+        (
+            "rewards_reach_the_end",
+            "effects_as_declared",
+        ),
+        patch="""
+-        return ExpectileBatch(sequences, place_scores(rewards, sequences.response_mask))
++        mask = sequences.response_mask
++        first = mask & (mask.cumsum(1) == 1)
++        return ExpectileBatch(sequences, zero_masked(rewards.unsqueeze(1).expand(mask.shape), first))
+""",
+    ),
+    Bug(
+        "level_before_the_gains",
+        "the level rises with the scores of a collection before gains over it are computed",
+        "of the field",
+        "_sound_curriculum",
+        ("context_does_not_count",),
+        patch="""
+-        over = experience.advantages - self.level
+-        gains = over.clamp(min=0) + 0.1 * over.clamp(max=0)
+-        groups = gains.view(-1, self.method.k)
+-        above = over.new_tensor([float((over >= 0).sum()), float(len(over))])
++        over = experience.advantages - self.level
++        above = over.new_tensor([float((over >= 0).sum()), float(len(over))])
+@@
+-            self.level, self.steps_at_level = self.level + self.method.rise, 0
++            self.level, self.steps_at_level = self.level + self.method.rise, 0
++        over = experience.advantages - self.level
++        gains = over.clamp(min=0) + 0.1 * over.clamp(max=0)
++        groups = gains.view(-1, self.method.k)
+""",
+    ),
+    Bug(
+        "value_of_the_last_token",
+        "the reward is compared with the value of the last token in all states, so that V of the others is not fitted",
+        "of the field",
+        "_sound_awr",
+        ("critic_is_fitted_everywhere",),
+        patch="""
+-        error = batch.rewards.unsqueeze(1) - out.values
++        last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
++        error = batch.rewards.unsqueeze(1) - (out.values * last).sum(1, keepdim=True).expand_as(out.values)
+""",
+    ),
+    Bug(
         "long_beside_the_longest",
         "the penalty of length is relative to the longest response of the collection",
         "of the field",

@@ -16,10 +16,19 @@ from trainkit_kit.checking import check
 from trainkit_kit.checks.episodes import playing
 from trainkit_kit.checks.fields import contexts, method_fields, other_values, trainer_with
 from trainkit_kit.checks.losses import Learnt, learnt
-from trainkit_kit.checks.structure import structures
-from trainkit_kit.checks.tools import widened
+from trainkit_kit.checks.structure import compares_groups, sized, structures
+from trainkit_kit.checks.tools import Ids, credits_of, widened
 from trainkit_kit.failures import require
-from trainkit_kit.stand_in import Response, can_stand_in, collect_given, learns_from_given, letters, moved, standing_in
+from trainkit_kit.stand_in import (
+    Response,
+    can_stand_in,
+    collect_given,
+    learns_from_given,
+    letters,
+    moved,
+    standing_in,
+    varied,
+)
 from trainkit_kit.subjects import Bench, Subject
 
 CLOSE = 1e-5
@@ -107,7 +116,7 @@ def _require_of_responses(bench: Bench) -> None:
         "prompts of other lengths": _longer_prompts,
         "prompts of other text": _other_prompts,
         "groups and their responses in another order": _reordered,
-        **({"other responses to other prompts": _other_group} if grouped else {}),
+        **({"other responses to other prompts": _other_groups} if grouped else {}),
     }
     _require_ways(bench, ways, episodes=False)
     last = dict([ways.popitem()])
@@ -130,7 +139,7 @@ def _require_ways(bench: Bench, ways: dict[str, Callable[[Any, Given], Given]], 
     before = _learnt(bench, lambda _, given: given, episodes=episodes)
     for what, change in ways.items():
         after = _learnt(bench, change, episodes=episodes)
-        kept = {ids: values for ids, values in before.items() if change is not _other_group or ids in after}
+        kept = {ids: values for ids, values in before.items() if change is not _other_groups or ids in after}
         require_same_learnt(kept, after, what)
     wide = _learnt(bench, lambda _, given: given, episodes=episodes, padding=5)
     require_same_learnt(before, wide, "five more columns of padding")
@@ -173,13 +182,82 @@ def _reordered(trainer: Any, given: Given) -> Given:
     return [each for group in groups[::-1] for each in [*group[1:], *group[:1]]]
 
 
-def _other_group(trainer: Any, given: Given) -> Given:
+def _other_groups(trainer: Any, given: Given) -> Given:
     size, token = trainer.samples_per_prompt, letters(trainer, 8)[5]
-    longer = max(LENGTHS)  # than all others, so that a statistic of lengths is another one
-    last = [
-        replace(x, ids=(token,) * (longer + at) + x.ids[-1:], score=2.0 * at - 5) for at, x in enumerate(given[-size:])
+    longer = max(LENGTHS)  # than those of the first group, so that a statistic of lengths is another one
+    others = [
+        replace(x, ids=(token,) * (longer + at) + x.ids[-1:], score=2.0 * at - 1) for at, x in enumerate(given[size:])
     ]
-    return [*given[:-size], *last]
+    return [*given[:size], *others]
+
+
+def groups_of_text(subject: Subject) -> bool:
+    """Return whether the subject compares responses to a prompt by their scores."""
+    return reads_text(subject) and compares_groups(subject)
+
+
+@check(where=groups_of_text)
+def mates_count_alike(bench: Bench) -> None:
+    """Check that it makes no difference to a response which of two mates of unequal lengths has which of two scores.
+
+    Mean, deviation, median, best and worst of a group stay the same. If scores are punished by length before they are
+    compared, a deviation may change, and with it all advantages of the group by one factor. Where other groups change,
+    too, scores are compared by the tokens of a whole collection, and the algorithm passes. If the credits of a group of
+    short responses add up to 0, so do those of long ones: what all responses of a group have to pay takes part in their
+    comparison.
+
+    Causes: a baseline that weighs scores by the lengths of responses, such as a masked mean over the tokens of a group;
+    scores that are compared with those of neighbours instead of all; a penalty that is subtracted from advantages
+    instead of scores.
+    """
+    if not can_stand_in(bench):
+        return
+    bench = bench.in_one_turn().under(**sized(bench, len(LENGTHS)))
+    given = responses(bench.trainer())
+    if bench.trainer().samples_per_prompt != len(LENGTHS):
+        return
+    worst, one, other, best = sorted(range(len(LENGTHS)), key=lambda at: given[at].score)
+    turned = list(given)
+    turned[one], turned[other] = (replace(given[at], score=given[to].score) for at, to in ((one, other), (other, one)))
+    before, after = _credits(bench, given), _credits(bench, turned)
+    largest = max(float(credit.abs().max()) for credit in before.values() if credit.numel())
+    ids = [(each.query, each.ids) for each in given]
+    (mates, now), (rest, later) = (
+        [torch.cat([found.get(ids[at], torch.zeros(len(ids[at][1]))) for at in rows]) for found in (before, after)]
+        for rows in ([worst, best], range(len(LENGTHS), len(given)))
+    )
+    if float((rest - later).abs().max()) > CLOSE * largest:
+        return
+    factor = float(mates @ now / (mates @ mates)) if mates.any() else 1.0
+    off = float((now - factor * mates).abs().max())
+    require(
+        off <= 10 * CLOSE * largest,
+        f"if responses of {len(given[one].ids)} and {len(given[other].ids)} tokens exchange their scores, "
+        f"{given[one].score:.3g} and {given[other].score:.3g}, the credits of the best and the worst of their group "
+        f"change by up to {off:.4g}, of {largest:.4g}, and not by one factor: scores count by length or by place",
+    )
+    short, long = (_sums(bench, [replace(x, ids=x.ids[:1] * length + x.ids[-1:]) for x in given]) for length in (1, 5))
+    require(
+        short > 10 * CLOSE or long <= 10 * CLOSE,
+        "the credits of the responses of a group add up to 0 if they have two tokens each, and if they have six, to "
+        f"{long:.4g} times the largest one: what long responses pay is no part of the comparison",
+    )
+
+
+def _credits(bench: Bench, given: Given) -> dict[Ids, Tensor]:
+    """Return what is learnt from given responses before the first update, with a policy that equals its reference."""
+    trainer = bench.trainer()
+    with standing_in(trainer, lambda name, _, before, token: varied(name, True, before, token)):
+        batch = collect_given(trainer, given)
+        return {ids: credit * float(batch.weight) for ids, credit in credits_of(trainer, batch).items()}
+
+
+def _sums(bench: Bench, given: Given) -> float:
+    """Return the largest sum of the credits of a group, in units of the largest credit of a response."""
+    found = _credits(bench, given)
+    size = bench.trainer().samples_per_prompt
+    sums = torch.tensor([float(found.get((each.query, each.ids), torch.zeros(1)).sum()) for each in given])
+    return float(sums.view(-1, size).sum(1).abs().max() / sums.abs().max())
 
 
 # ---------------------------------------------------------------------------------------------- samples of a dataset

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from trainkit.errors import suggest
+from trainkit.models import TokenOutputs
 from trainkit.testing.declarations import Structure
 from trainkit_kit.checking import check
-from trainkit_kit.checks.context import Given, responses
+from trainkit_kit.checks.context import Given, reads_text, responses
+from trainkit_kit.checks.episodes import playing
 from trainkit_kit.checks.losses import evaluated
 from trainkit_kit.checks.structure import structures
 from trainkit_kit.checks.tools import for_loss
@@ -49,15 +51,22 @@ def time_has_a_direction(bench: Bench) -> None:
 
     What changes in all responses alike, as by whitening, is left out; where scores change other responses in another
     way, as a running scale of rewards does, only their sign is checked. An algorithm that credits a whole response with
-    the sum of its rewards may do that for rewards at any token, and then its first token gets as much as its last. One
-    that samples more responses to make experience passes. Sums in the direction of the text instead of the other, and
-    rewards that are placed at a wrong token, teach which token follows a reward.
+    the sum of its rewards may do that for rewards at any token, and then its first token gets as much as its last. The
+    same is so in episodes, of which a later turn is a result of the earlier ones. An algorithm that samples more
+    responses to make experience passes. Sums in the direction of the text instead of the other, and rewards that are
+    placed at a wrong token, teach which token follows a reward.
 
-    Causes: ``cumsum`` without the two ``flip``; rewards that are used as advantages; a reward at the next token.
+    Causes: ``cumsum`` without the two ``flip``; rewards that are used as advantages; a reward at the next token; a sum
+    that ends with a turn.
     """
     if not can_stand_in(bench):
         return
-    effects = _Effects(bench)
+    _require_direction(_Effects(bench))
+    if bench.subject.plays:
+        _require_direction(_Effects(playing(bench), episodes=True))
+
+
+def _require_direction(effects: _Effects) -> None:
     found = torch.stack([effects.of_reward(token) for token in range(effects.length)])  # [reward, token]
     largest = float(found.abs().max())
     if not effects.comparable:
@@ -180,6 +189,42 @@ def critic_follows_rewards(bench: Bench) -> None:
         )
 
 
+def writes_text(subject: Subject) -> bool:
+    """Return whether the subject trains a policy over tokens on text of the usual form."""
+    return reads_text(subject) and subject.writes_text
+
+
+@check(where=writes_text)
+def critic_is_fitted_everywhere(bench: Bench) -> None:
+    """Check that values, and outputs of a head, are fitted in all states in which a token was chosen, or in the first.
+
+    A critic that is not fitted in some states is left there at what it was, and says it of every response. Which tokens
+    the policy learns from is another question, which an algorithm may decide.
+
+    Causes: values of the last or the first token that are taken for those of all; a difference of neighbours that
+    leaves out one end; a mask without EOS.
+    """
+    if not can_stand_in(bench):
+        return
+    trainer = bench.in_one_turn().trainer()
+    with standing_in(trainer, varied):
+        if trainer.online:
+            collect_given(trainer, responses(trainer))
+        else:
+            with torch.no_grad():
+                trainer.collect()
+        found = evaluated(trainer, for_loss(trainer, trainer.store.experience))
+        for (sequences, _), slopes in zip(found.calls, found.slopes(), strict=True):
+            for name in slopes.keys() - set(TokenOutputs._fields) | slopes.keys() & {"values"}:
+                for ids, slope, mask in zip(sequences.responses, slopes[name], sequences.response_mask, strict=True):
+                    fitted = (slope[mask] != 0).tolist()
+                    require(
+                        all(fitted) or not any(fitted[1:]),
+                        f"the loss has a derivative by {name} at the tokens {[at for at, x in enumerate(fitted) if x]} "
+                        f"of the response {ids.tolist()}, and not at the others",
+                    )
+
+
 def declares_discount(subject: Subject) -> bool:
     """Return whether the subject declares a discount of rewards of tokens."""
     return rewarded_text(subject) and bool(structures(subject, "discount"))
@@ -261,20 +306,28 @@ def _told(values: Tensor) -> str:
 class _Effects:
     """By how much the credits of a response's tokens change with a reward or a value, without what changes in all rows.
 
-    ``of`` names the output whose derivative is credit: log-probabilities, or values, which a loss pulls up.
+    ``of`` names the output whose derivative is credit: log-probabilities, or values, which a loss pulls up. Of
+    ``episodes``, the response is the tokens of two turns.
 
     Whitening and the scale of a collection change the credits of all responses by one factor and one summand. Both are
     found from the responses to other prompts, and undone.
     """
 
     def __init__(
-        self, bench: Bench, settings: dict[str, Any] | None = None, row: int = AT, *, of: str = "logprobs"
+        self,
+        bench: Bench,
+        settings: dict[str, Any] | None = None,
+        row: int = AT,
+        *,
+        of: str = "logprobs",
+        episodes: bool = False,
     ) -> None:
         self.bench, self.settings, self.row, self.of, self.asked = bench, settings or {}, row, of, set[str]()
         trainer = self._trainer()
         size = trainer.samples_per_prompt
         self.group = range(row // size * size, row // size * size + size)
-        self.given = [_per_token(each) for each in responses(trainer, groups=max(4, 24 // size))]
+        given = responses(trainer, groups=max(4, 24 // size), episodes=episodes)
+        self.given = [_per_token(each) for each in given]
         self.given[row] = replace(self.given[row], score=(0.0,) * (len(self.given[self.row].ids) - 1) + (-2.0,))
         self.length = len(self.given[row].ids)
         self.comparable = True

@@ -282,10 +282,18 @@ def packing(bench: Bench) -> None:
     """Check that samples packed into one row have the same loss and gradient as in rows of their own.
 
     A packed sample that attends to the sample before it, or whose positions continue from there, is learnt as another
-    text. The first token after a boundary must not be predicted from the tokens before the boundary.
+    text. The first token after a boundary must not be predicted from the tokens before the boundary. No packed row is
+    longer than `train.seq_length`, also if this is hardly more than the longest sample.
 
-    Causes: segments that are dropped when rows are packed; positions that are not counted from 0 in each sample.
+    Causes: segments that are dropped when rows are packed; positions that are not counted from 0 in each sample; an
+    index into the sorted samples that is used for the samples in their order.
     """
+    longest = int(bench.collected().store.experience.lengths.max())
+    tight = bench.collected(method__packing=True, train__seq_length=longest + 1).store.experience
+    require(
+        int(tight.lengths.max()) <= longest + 1,
+        f"with train.seq_length {longest + 1}, a packed row has {int(tight.lengths.max())} tokens",
+    )
     trainers = [nudged(bench.collected(method__packing=packed)) for packed in (False, True)]
     apart, together = (trainer.store.experience for trainer in trainers)
     require(len(together) < len(apart), f"{len(apart)} samples are packed into {len(together)} rows")

@@ -247,6 +247,28 @@ def _by_dataset(bench: Bench, under: Mapping[str, Any]) -> Change:
     return learnt(trainer), learnt(bench.collected(**under, arguments=arguments)), own
 
 
+def rated_samples(subject: Subject) -> bool:
+    """Return whether the subject learns from samples of text with rewards or labels."""
+    return subject.language and not subject.online and bool({"rewards", "labels"} & {*subject.inputs})
+
+
+@check(where=rated_samples)
+def rewards_reach_the_end(bench: Bench) -> None:
+    """Check that the reward or the label of a sample changes what is learnt from the last token of its output.
+
+    A reward is that of the whole output, so that it counts for all tokens alike, or first of all for the last one.
+
+    Causes: rewards placed at the first token, at the prompt's last, or in the last column; a mask that leaves out EOS.
+    """
+    before, after, own = _by_dataset(bench, {})
+    for ids in own & before.keys():
+        one, other = (found[ids].view(-1, len(ids[1]))[:, -1] for found in (before, after))
+        require(
+            float((one - other).abs().max()) > 1e-6 * float(before[ids].abs().max()),
+            f"if the reward or the label of {ids[0]} → {ids[1]} changes, what is learnt from its last token does not",
+        )
+
+
 def learnt(trainer: Any) -> Learnt:
     """Return the derivatives of the loss by all outputs of the policy for each row, in units of the loss."""
     batch = trainer.store.experience

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
 
 from trainkit.data import Batch
+from trainkit.trainer.accelerate import AccelerateRLTrainer
 from trainkit_kit.checking import check
 from trainkit_kit.checks.tools import (
     apart,
     collected_from,
     floats,
+    ids_of,
     left_padded,
     measured,
     nudged,
@@ -22,6 +25,8 @@ from trainkit_kit.checks.tools import (
     require_same_metrics,
     right_padded,
     sequences_in,
+    under_masks,
+    weighted,
     widened,
     with_garbage,
 )
@@ -161,3 +166,37 @@ def row_order(bench: Bench) -> None:
     batch = trainer.store.experience
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(3))
     require_same_learning(trainer, batch, batch.select(order), "of a batch and of its rows in another order")
+
+
+@check()
+def rows_are_trained_once(bench: Bench) -> None:
+    """Check that no row is in a collection more often than it was sampled, or than it is in the dataset.
+
+    With an index that is wrong after rows were sorted, repeated or permuted, some rows are trained twice and others
+    never, and a run learns all the same. An algorithm that draws rows with replacement declares this as an expected
+    failure.
+
+    Causes: ``repeat`` instead of ``repeat_interleave``, or the reverse; an index that is applied twice, or to rows in
+    another order; rows that fill up a batch and have weight.
+    """
+    trainer = bench.collected()
+    batch = under_masks(weighted(trainer.store.experience))
+    columns = [x.reshape(len(x), -1).double() for x in batch.flatten().values()]
+    found = max(Counter(map(tuple, torch.cat(columns, dim=1).tolist())).values())
+    often = _times(trainer)
+    require(
+        found <= often,
+        f"a row of the {type(batch).__name__} is in a collection {found} times, and no response or sample that it can "
+        f"be made of more than {often} times",
+    )
+
+
+def _times(trainer: Any) -> int:
+    """Return how often the most frequent of the sampled responses, or of the rows of the dataset, is there."""
+    rows = Counter(map(repr, trainer.pipeline.rows))
+    rounds = -(-trainer.collection_rows // len(trainer.pipeline.rows)) if trainer.online else 1
+    if not isinstance(trainer, AccelerateRLTrainer) or not trainer.online:
+        return rounds * max(rows.values())
+    parts = trainer.collector.collection.rollouts
+    sampled = Counter(ids for part in parts for ids in ids_of(part.sequences))
+    return max(sampled.values(), default=trainer.samples_per_prompt * trainer.collection_rows)

@@ -496,10 +496,11 @@ def _means_of_advantages(trainer: Any) -> dict[Ids, float]:
 def surrogate_is_pessimistic(bench: Bench) -> None:
     """Check that after an update the credit of a token is ρA, or 0 where ρ has left the clip range in A's direction.
 
-    With clipped weights (CISPO) it is clip(ρ)A. Otherwise, where ρ has left the range against A's direction, the
-    gradient must bring it back: max(−Aρ, −A clip(ρ)). A surrogate that is only clipped, a ratio of the policy to
-    itself, and a range that is not used all train in the first step on a collection, where ρ is 1, as they should.
-    Where nothing is declared, there need only be a gradient that brings ρ back, from between ½ and 2.
+    With clipped weights (CISPO) it is clip(ρ)A, and with tokens that are masked outside the range, 0. Otherwise, where
+    ρ has left the range against A's direction, the gradient must bring it back: max(−Aρ, −A clip(ρ)). A surrogate that
+    is only clipped, a ratio of the policy to itself, and a range that is not used all train in the first step on a
+    collection, where ρ is 1, as they should. Where nothing is declared, there need only be a gradient that brings ρ
+    back, from between ½ and 2; a mask on both sides is declared as such.
 
     Causes: the clipped term alone, without the maximum; a ratio of the policy to itself; a clip range that is not the
     setting's; a ratio per token where one per response is declared, or the reverse.
@@ -521,8 +522,7 @@ def surrogate_is_pessimistic(bench: Bench) -> None:
             nudged(trainer, size)
             after = readings(trainer, batch)[0]
             ratio = _ratio(_logprobs(trainer, before.sequences) - old, mask, structure.surrogate)
-            clipped = structure.surrogate == "cispo"
-            seen |= _require_surrogate(before, after, ratio, (1 - low, 1 + high), weights_clipped=clipped)
+            seen |= _require_surrogate(before, after, ratio, (1 - low, 1 + high), structure.surrogate)
         missing = [where for where in PLACES if where not in seen]
         require(not missing, f"no ratio of the tiny run is {' or '.join(missing)}, so the surrogate cannot be checked")
 
@@ -544,7 +544,8 @@ def _require_way_back(bench: Bench) -> None:
             not lost.any(),
             f"after the policy has moved, the loss has no gradient at {int(lost.sum())} tokens whose ratio, such as "
             f"{float(moved[lost][:1].exp().sum()):.4g}, has moved against their advantage, so it never moves back: the "
-            "clipped term alone, without the minimum of both",
+            "clipped term alone, without the minimum of both. If tokens outside a range should have no gradient, "
+            "declare it: Structure(surrogate='masked', cliprange=(...))",
         )
 
 
@@ -564,7 +565,7 @@ def _logprobs(trainer: Any, sequences: Sequences) -> Tensor:
 
 def _ratio(log_ratio: Tensor, mask: Tensor, level: str | None) -> Tensor:
     """Return the importance ratio of each token, [B, T] -> [B, T]."""
-    if level in ("token", "cispo"):
+    if level in ("token", "cispo", "masked"):
         return log_ratio.exp()
     sums = masked_sum(log_ratio, mask, dim=1)
     return (sums / mask.sum(1) if level == "sequence_mean" else sums).exp().unsqueeze(1).expand_as(log_ratio)
@@ -578,7 +579,7 @@ PLACES = (
 
 
 def _require_surrogate(
-    before: Reading, after: Reading, ratio: Tensor, bounds: tuple[float, float], *, weights_clipped: bool
+    before: Reading, after: Reading, ratio: Tensor, bounds: tuple[float, float], kind: str | None
 ) -> set[str]:
     """Fail unless the credit of every token is that of the surrogate; return where ratios are."""
     assert before.slopes is not None, "the loss reads log-probabilities"
@@ -586,7 +587,8 @@ def _require_surrogate(
     mask, advantage, found = before.sequences.response_mask, -before.slopes, -after.slopes
     left = mask & ((advantage > 0) & (ratio > bounds[1]) | (advantage < 0) & (ratio < bounds[0]))
     back = mask & ((advantage > 0) & (ratio < bounds[0]) | (advantage < 0) & (ratio > bounds[1]))
-    due = advantage * ratio.clamp(*bounds) if weights_clipped else (advantage * ratio).masked_fill(left, 0.0)
+    lost = left | back if kind == "masked" else left
+    due = advantage * ratio.clamp(*bounds) if kind == "cispo" else (advantage * ratio).masked_fill(lost, 0.0)
     places = dict(zip(PLACES, (left, back, mask & ~left & ~back), strict=True))
     for where, tokens in places.items():
         at = int(((found - due).abs() * tokens).argmax())
