@@ -45,7 +45,7 @@ class Models:
         finish: checks a new policy, and sets what it needs to know of the run.
         make_reference: makes the reference of a new policy; returns None if the algorithm has none.
         before_dividing: called with the reference before models are divided for good.
-        copied: whether every process makes a copy of the policy at the start, such as that of an engine.
+        copied: whether other processes than the main one copy the policy at the start, such as for an engine.
         total_steps: returns the number of optimizer steps of the run, 0 if it is not known; read for the schedule.
 
     Raises:

@@ -56,7 +56,7 @@ class Started:
     """An engine in this process, with the interface of `trainkit.rollouts.Replica`."""
 
     def __init__(self, engine: str | PluginConfig, served: ServedModel) -> None:
-        self.engine = start(engine, replace(served, process=0, processes=1))
+        self.engine = start(engine, replace(served, processes=1))
 
     def load(self, weights: Weights) -> None:
         """Generate with ``weights`` from now on."""

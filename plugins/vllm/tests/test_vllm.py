@@ -75,22 +75,12 @@ def test_settings_that_vllm_understands_otherwise_are_refused(settings: dict[str
     check_settings(SamplingConfig(min_p=0.1, top_k=3, temperature=0))
 
 
-def test_each_process_has_servers_of_its_own(tmp_path: Path) -> None:
-    config = VLLMConfig(name="vllm", urls=[f"http://a:{port}" for port in (1, 2, 3)])
-
-    def own(process: int, processes: int, settings: VLLMConfig = config) -> list[str]:
-        engine: Any = object.__new__(VLLMEngine)
-        engine.config = settings
-        engine.served = type("Served", (), {"process": process, "processes": processes})
-        found: list[str] = engine._own_urls()
-        return found
-
-    assert own(0, 1) == config.urls
-    assert [own(process, 2) for process in range(2)] == [["http://a:1", "http://a:3"], ["http://a:2"]]
-    with pytest.raises(ConfigError, match="names 3 servers, and the run has 4 processes"):
-        own(0, 4)
-    with pytest.raises(ConfigError, match="mode is 'process', and the run has 2 processes"):
-        own(0, 2, VLLMConfig(name="vllm", mode="process"))
+def test_vllm_in_the_process_of_the_trainer_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainkit_vllm.installed", lambda: True)
+    config = VLLMConfig(name="vllm", mode="process")
+    VLLMEngine.check(config, 1)
+    with pytest.raises(ConfigError, match="mode is 'process', and the run has 2 processes; use mode 'server'"):
+        VLLMEngine.check(config, 2)
 
 
 def test_arguments_become_options() -> None:
