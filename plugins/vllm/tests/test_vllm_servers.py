@@ -394,21 +394,20 @@ def launched(script: str, path: Path, kill: tuple[int, ...] = ()) -> list[list[d
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    own = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path), **group}
-    pair = [
-        subprocess.Popen(
-            [sys.executable, "script.py"],
-            cwd=path, env={**os.environ, **own, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.DEVNULL, stderr=(path / f"errors-{rank}").open("wb"),
-        )
-        for rank in range(2)
-    ]  # fmt: skip
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    common["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    pair = []
+    for rank in range(2):
+        own = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with (path / f"errors-{rank}").open("wb") as told:
+            pair.append(subprocess.Popen([sys.executable, "script.py"], cwd=path, env=own, stdout=told, stderr=told))
     try:
         codes = [process.wait(900) for process in pair]
     finally:
         for process in pair:
             process.kill()
+            process.wait()
     wanted = [-signal.SIGKILL if rank in kill else 0 for rank in range(2)]
     assert codes == wanted, [(path / f"errors-{rank}").read_text()[-3000:] for rank in range(2)]
     return [[json.loads(line) for line in (path / f"said-{rank}").read_text().splitlines()] for rank in range(2)]
