@@ -340,8 +340,8 @@ class Sampling:
 
     @property
     def copies_model(self) -> bool:
-        """Whether other processes than the main one make a copy of the model at the start: those of their engines."""
-        return self.engine_class.own_copy and any(self._owners)
+        """Whether this process makes a copy of the model at the start: that of its engine."""
+        return self.engine_class.own_copy and not self.joins
 
     @property
     def _weights_now(self) -> Weights:
