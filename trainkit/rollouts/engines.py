@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -163,7 +163,10 @@ class Engine(ABC):
 
     @abstractmethod
     def submit(self, request: Request) -> Future[Generated]:
-        """Begin to generate, and return the future result. Several requests may be under way."""
+        """Begin to generate, or to wait for the first call of `result`, and return the future result.
+
+        Several requests may be under way.
+        """
 
     def close(self) -> None:  # noqa: B027  (an engine need not hold anything)
         """Release processes, connections and memory. Called once, at the end; no request follows."""
@@ -222,7 +225,8 @@ class EngineSampler:
         Raises:
             EngineError: the engine cannot load them.
         """
-        wait(self._begun.values())  # requests under way are answered with the weights that they were made for
+        for begun in self._begun.values():  # they are answered with the weights that they were made for
+            begun.exception()
         self._begun.clear()
         with _named(self.engine, "could not load the weights"):
             self.engine.load(weights)

@@ -248,7 +248,8 @@ sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
 from test_vllm_servers import MODEL, QUERIES, ask, policy_logprobs, trainer
 if __name__ == "__main__":
-    made = trainer(Path({str(tmp_path / "run")!r}), {{"name": "vllm", "mode": "process", "kv_cache": 0.25}})
+    changes = {{"rollout__num_rollouts": 16, "rollout__batch_size": 4}}
+    made = trainer(Path({str(tmp_path / "run")!r}), {{"name": "vllm", "mode": "process", "kv_cache": 0.25}}, **changes)
     made.models.build()
     made.unwrapped.model.load_state_dict(torch.load({str(tmp_path / "weights.pt")!r}))
     before = torch.get_rng_state()
@@ -258,7 +259,14 @@ if __name__ == "__main__":
     off = answer.logprobs - policy_logprobs(made.unwrapped.model, QUERIES, answer.ids, 1.7)
     assert off.abs().max() < 1e-4
     print("ids", answer.ids)
+    local, lists = made.sampling.engine.local, []
+    generate_all = local.generate_all
+    def noted(queries, parameters):
+        lists.append(len(queries))
+        return generate_all(queries, parameters)
+    local.generate_all = noted
     made.learn()
+    assert max(lists) == 16, "one list for the four calls of the sampler of a collection"
     assert made.progress.step == 6
     assert not [*made.sampling.engine.directory.glob("weights-*")], "weights are copied from memory, without files"
     made.sample(made.pipeline.take(0, 2))

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -25,7 +26,7 @@ from trainkit.models import has_adapter
 from trainkit.rollouts import Engine, Generated, Request, ServedModel, Weights
 from trainkit_vllm.client import Answer, DiedError, Server
 from trainkit_vllm.exports import check_adapter, compare, named_weights, write_adapter, write_model, write_weights
-from trainkit_vllm.inprocess import InProcess
+from trainkit_vllm.inprocess import Awaited, InProcess
 from trainkit_vllm.launch import Joined, Started, installed, key_of
 from trainkit_vllm.worker import shapes_in
 
@@ -119,6 +120,8 @@ class VLLMEngine(Engine):
         self.lock = threading.RLock()
         self.servers: list[Server] = [Server(url, config.timeout) for url in urls]
         self.local: InProcess | None = None
+        self.waiting: list[tuple[Request, Awaited]] = []
+        """Requests that vLLM in this process has not begun."""
         count = config.concurrency * max(len(urls), 1)
         self.rows, self.calls = ThreadPoolExecutor(count, "vllm-row"), ThreadPoolExecutor(8, "vllm-call")
         try:
@@ -398,19 +401,32 @@ class VLLMEngine(Engine):
     # -------------------------------------------------------------------------------------------------- generating
 
     def submit(self, request: Request) -> Future[Generated]:
-        """Begin to generate; in this process, generate now."""
+        """Begin to generate; in this process, generate when a result is asked for, all that is waiting at once."""
         check_settings(request.settings)
         if self.local is None:
             return self.calls.submit(self._generate, request)
-        done: Future[Generated] = Future()
-        done.set_result(self._generate(request))
-        return done
+        self.waiting.append((request, made := Awaited(self._generate_waiting)))
+        return made
+
+    def _generate_waiting(self) -> None:
+        waiting, self.waiting = self.waiting, []
+        try:
+            for (_, made), answer in zip(waiting, self._generate_all([request for request, _ in waiting]), strict=True):
+                made.set_result(answer)
+        except BaseException as error:  # whoever waits for a future gets it
+            for _, made in waiting:
+                made.set_exception(error)
 
     def _generate(self, request: Request, only: int | None = None) -> Generated:
-        """Return the responses; with ``only``, all from that server."""
+        [made] = self._generate_all([request], only)
+        return made
+
+    def _generate_all(self, requests: Sequence[Request], only: int | None = None) -> list[Generated]:
+        """Return the responses to each request; with ``only``, all from that server."""
         assert self.loaded is not None
         jobs = [
             (query, {**self._parameters(request.settings), "seed": int(seed)})
+            for request in requests
             for query, seed in zip(request.queries, request.seeds, strict=True)
         ]
         if self.local is None:
@@ -423,6 +439,10 @@ class VLLMEngine(Engine):
                     f"the engine {self} sampled response {index} with the weights {', '.join(sorted(answer.tags))}; "
                     f"this run has loaded {self.loaded[1]}. Does another run use the server, or was it started again?"
                 )
+        rest = iter(answers)
+        return [self._made([*islice(rest, len(request.queries))]) for request in requests]
+
+    def _made(self, answers: Sequence[Answer]) -> Generated:
         reasons: list[Any] = [answer.reason for answer in answers]
         logprobs = torch.tensor([value for answer in answers for value in answer.logprobs], dtype=torch.float32)
         return Generated([answer.ids for answer in answers], reasons, [self.version] * len(answers), logprobs)
