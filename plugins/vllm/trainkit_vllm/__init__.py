@@ -54,8 +54,8 @@ class VLLMConfig(PluginConfig):
     a temporary directory, for servers on the same machine."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The type of weights and computations in vLLM. `auto`: as `train.mixed_precision`, or as the trained weights."""
-    kv_cache: float = Field(4.0, gt=0)
-    """Memory for keys and values, in GiB."""
+    kv_cache: float | None = Field(None, gt=0)
+    """Memory for keys and values, in GiB. None: 4; on a GPU as much as `cache_room` says."""
     concurrency: int = Field(128, ge=1)
     """Responses that a server generates at the same time."""
     timeout: float = Field(600.0, gt=0)
@@ -80,6 +80,8 @@ class VLLMConfig(PluginConfig):
             useless, why = changed & {"shared_dir"}, "the servers are started on this machine"
         if useless:
             raise ValueError(f"{', '.join(sorted(useless))} would have no effect, because {why}; remove it")
+        if self.kv_cache is not None and "gpu_memory_utilization" in self.arguments:
+            raise ValueError("kv_cache and arguments.gpu_memory_utilization both size the cache; give one of them")
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"urls has {url!r}; an address is http://HOST:PORT")
@@ -212,13 +214,28 @@ class VLLMEngine(Engine):
         return {
             "model": str(model),
             "dtype": self._dtype(),
-            "kv_cache_memory_bytes": int(self.config.kv_cache * 2**30),
+            **self._cache(),
             "max_num_seqs": self.config.concurrency,
             "generation_config": "vllm",  # the model's own sampling settings do not apply
             "logprobs_mode": "raw_logprobs",
             **limit,
             **eager,
         }
+
+    def _cache(self) -> dict[str, int]:
+        if "gpu_memory_utilization" in self.config.arguments:  # of which vLLM would take no notice
+            return {}
+        if self.config.kv_cache is not None or not torch.cuda.is_available():
+            return {"kv_cache_memory_bytes": int((self.config.kv_cache or 4) * 2**30)}
+        model, parts = self.served.model, self.served.processes if self.served.divided else 1
+        width = getattr(torch, self._dtype()).itemsize
+        room = cache_room(
+            *torch.cuda.mem_get_info(),
+            copied=width * sum(tensor.numel() for tensor in model.parameters()),
+            placed=model.get_memory_footprint() // parts if self.served.divided else 0,
+            trained=sum(tensor.nbytes for tensor in model.parameters() if tensor.requires_grad) // parts,
+        )
+        return {"kv_cache_memory_bytes": room}
 
     def _dtype(self) -> str:
         if self.config.dtype != "auto":
@@ -497,6 +514,21 @@ class VLLMEngine(Engine):
 
 class _OfOthers(VLLMEngine):
     shared = "run"
+
+
+def cache_room(free: int, total: int, *, copied: int, placed: int, trained: int) -> int:
+    """Return the bytes for keys and values on a GPU that trains, too: min(3/10 total, 1/2 (free − what is to come)).
+
+    The other half is for activations; 1/4 GiB is the least.
+
+    Args:
+        free: the bytes that are free before vLLM starts.
+        total: those of the GPU.
+        copied: those of vLLM's copy of the weights.
+        placed: those of the trained model that are to come onto the GPU.
+        trained: those of the weights that are trained; their gradients and the optimizer's two moments are to come.
+    """
+    return max(min(3 * total // 10, (free - copied - placed - 3 * trained) // 2), 2**28)
 
 
 def check_settings(settings: SamplingConfig) -> None:
