@@ -626,6 +626,93 @@ def test_two_processes_share_a_stream_of_packed_rows_and_resume_it(resumed: list
     assert [first["rows"][i // 2] if i % 2 == 0 else second["rows"][i // 2] for i in range(6)] == first["all"]
 
 
+SHARED = """
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+import torch
+from trainkit import register_engine
+from trainkit.errors import EngineError
+from trainkit.rollouts import Weights
+from trainkit.testing.trainers import tiny_trainer
+from trainkit_kit.copying import CopyingEngine, registered
+
+torch.set_num_threads(1)
+out, rank, said = Path(sys.argv[1]), None, {}
+
+@register_engine("_shared")
+class Shared(CopyingEngine):
+    shared = "machine"
+    faults = ""
+
+    def __init__(self, config, served):
+        if served.address is None and self.faults == "start":
+            raise RuntimeError("no room")
+        self.address, self.tensors, self.versions = served.address or str(out / "weights.pt"), [], []
+        if served.address is None:
+            torch.save(served.model, self.address)
+        super().__init__(config, replace(served, model=torch.load(self.address, weights_only=False)))
+
+    def load(self, weights):
+        tensors = list(weights.tensors())
+        self.tensors.append(len(tensors))
+        self.versions.append(weights.version)
+        if self.served.address is None:
+            if self.faults == "load" and len(self.versions) == 2:
+                raise RuntimeError("no memory")
+            torch.save((weights.version, tensors), self.address)
+
+    def submit(self, request):
+        version, tensors = torch.load(self.address)
+        assert version == self.versions[-1], "the other process has loaded them before"
+        self.replica.load(Weights(version, lambda: tensors))
+        return super().submit(request)
+
+uneven = {"method__rft_k": 2, "method__n_improve_steps": 2, "rollout__num_rollouts": 8, "rollout__batch_size": 2}
+for name, changes in {
+    "ppo": {}, "rft": uneven, "rloo": {"rollout__staleness": 1}, "grpo": {"train__sharding": "fsdp2"}
+}.items():
+    ends = []
+    for engine in ("_shared", registered()):
+        trainer = tiny_trainer(name, out / name / engine, rollout__engine=engine, train__total_steps=6, **changes)
+        if name == "rft":
+            trainer.add_prompt_pipeline(list("abcde"))
+        trainer.learn()
+        trainer.generate(["a"])
+        with trainer.sharding.unsharded():
+            ends.append([p.detach().clone() for p in trainer.unwrapped.parameters()])
+        if engine == "_shared":
+            rank, made = trainer.parallel.rank, trainer.sampling.engine
+            said[name] = [trainer.sampling.joins, made.versions, made.tensors]
+    said[name].append(all(map(torch.equal, *ends)))
+for faults in ("start", "load"):
+    Shared.faults = faults
+    trainer = tiny_trainer("rloo", out / faults, rollout__engine="_shared")
+    try:
+        trainer.learn()
+    except EngineError as error:
+        said[faults] = str(error)
+(out / f"said-{rank}.json").write_text(json.dumps(said))
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_processes_share_an_engine_that_one_of_them_gives_the_weights(tmp_path: Path) -> None:
+    """A run ends with the bits of one in which each process has an engine; errors of the one are those of both."""
+    succeed(SHARED, 2, str(tmp_path))
+    first, other = (json.loads((tmp_path / f"said-{rank}.json").read_text()) for rank in (0, 1))
+    for name in ("ppo", "rft", "rloo", "grpo"):
+        (owns, versions, tensors, equal), (joins, *others) = first[name], other[name]
+        assert (owns, joins) == (False, True)
+        assert len(versions) > 1, name
+        assert all(tensors), name
+        assert others == [versions, [0] * len(versions), equal], "as often, without tensors"
+        assert equal, name
+    assert first["start"] == other["start"] == "the engine '_shared' could not be started: RuntimeError: no room"
+    assert first["load"] == other["load"] == "the engine Shared could not load the weights: RuntimeError: no memory"
+
+
 OWN_STATE = """
 import json
 import sys

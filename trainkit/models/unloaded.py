@@ -15,19 +15,19 @@ T = TypeVar("T")
 Precision = Callable[[], AbstractContextManager[Any]]
 
 _loads: ContextVar[bool | None] = ContextVar("loads", default=None)
-"""Whether this process loads weights; None outside of `loaded_by_one`."""
+"""Whether this process loads weights; None outside of `loaded_by_some`."""
 
 
 @contextmanager
-def loaded_by_one(main: bool) -> Iterator[None]:
-    """Load weights inside the block only on the main process; models of the others are on torch's ``meta`` device.
+def loaded_by_some(loads: bool) -> Iterator[None]:
+    """Load weights inside the block only on some processes; models of the others are on torch's ``meta`` device.
 
     All processes make the same models in it, in the same order.
 
     Args:
-        main: whether this is the main process.
+        loads: whether this process loads them; the main process does.
     """
-    token = _loads.set(main)
+    token = _loads.set(loads)
     try:
         yield
     finally:
@@ -105,7 +105,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def decided(probe: Callable[[], T], settles: Callable[[T], Any] | None = None) -> T:
-    """Return what ``probe``, which runs a model, returns; in `loaded_by_one`, what it returns on the main process.
+    """Return what ``probe``, which runs a model, returns; in `loaded_by_some`, what it returns on the main process.
 
     Args:
         probe: a function that runs a model.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -42,10 +42,10 @@ class ServedModel:
     """The precision of forward passes, as `train.mixed_precision`."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of `make_sampler`: the logit mask, and whether hidden states are needed."""
-    process: int = 0
-    """The index of this process."""
     processes: int = 1
-    """The number of processes; each has an engine."""
+    """The number of processes of the run."""
+    address: Any = None
+    """If processes share an engine (`Engine.shared`), its `Engine.address`, in those that join it; else None."""
     divided: bool = False
     """Whether `model` is divided among the processes as soon as the engine is made. No process can run it alone then;
     whole tensors are in `Weights`."""
@@ -117,6 +117,10 @@ class Engine(ABC):
     """Whether it generates with a copy of the weights, and so may generate while the model is trained."""
     exact: ClassVar[bool] = False
     """Whether its ids, log-probabilities, entropies and hidden states are the bits of the engine ``local``."""
+    shared: ClassVar[Literal["machine", "run"] | None] = None
+    """Which processes share one engine, that of the first of them: those of a machine, or all of a run. None: each
+    process has its own. The others make objects of the class with `ServedModel.address` and perhaps without weights;
+    their `load` gets no tensors and returns when the engine generates with the weights, or before."""
 
     def __init__(self, config: PluginConfig | None, served: ServedModel) -> None:
         self.config, self.served = config, served
@@ -138,6 +142,9 @@ class Engine(ABC):
         """Return the class for these settings: this one, unless a setting changes what the engine can do."""
         return cls
 
+    address: Any = None
+    """What a process needs to know to share this engine; it can be pickled."""
+
     @property
     def pids(self) -> list[int]:
         """The ids of the processes that it started on this machine and that generate. The kit kills them in turn."""
@@ -149,14 +156,17 @@ class Engine(ABC):
 
     @abstractmethod
     def load(self, weights: Weights) -> None:
-        """Generate with ``weights`` from now on. All requests have been answered when it is called.
+        """Generate with ``weights`` from now on. All requests have been answered when it is called, on all processes.
 
         An engine that loses its weights, because it is restarted, loads the last ones again before it answers.
         """
 
     @abstractmethod
     def submit(self, request: Request) -> Future[Generated]:
-        """Begin to generate, and return the future result. Several requests may be under way."""
+        """Begin to generate, or to wait for the first call of `result`, and return the future result.
+
+        Several requests may be under way.
+        """
 
     def close(self) -> None:  # noqa: B027  (an engine need not hold anything)
         """Release processes, connections and memory. Called once, at the end; no request follows."""
@@ -204,16 +214,19 @@ class EngineSampler:
         """The weights that the engine generates with."""
         self._begun: dict[tuple[int, ...], Future[Generated]] = {}
 
+    def generates_with(self, weights: Weights) -> bool:
+        """Return whether the engine has loaded ``weights``."""
+        loaded = self.weights
+        return loaded is not None and (loaded.version, loaded.changes) == (weights.version, weights.changes)
+
     def use(self, weights: Weights) -> None:
         """Generate with ``weights`` from now on.
 
         Raises:
             EngineError: the engine cannot load them.
         """
-        loaded = self.weights
-        if loaded is not None and (loaded.version, loaded.changes) == (weights.version, weights.changes):
-            return
-        wait(self._begun.values())  # requests under way are answered with the weights that they were made for
+        for begun in self._begun.values():  # they are answered with the weights that they were made for
+            begun.exception()
         self._begun.clear()
         with _named(self.engine, "could not load the weights"):
             self.engine.load(weights)

@@ -277,7 +277,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
 
     @property
     def _copies_model(self) -> bool:
-        """Whether every process makes a copy of the model at the start: that of its engine."""
+        """Whether this process makes a copy of the model at the start: that of its engine."""
         return self.generates and self.sampling.copies_model
 
     def _before_dividing(self, reference: Any) -> None:

@@ -91,7 +91,7 @@ class AsyncCollector:
             self.waiting.append(done)
             return
         self.sampling.sampler  # noqa: B018  (engines are started in the main thread)
-        now = self.sampling.weights
+        now = self.sampling.own(self.sampling.weights)
         copies = [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in now.tensors()]
         collection.weights = replace(now, tensors=lambda: copies)
         self.waiting.append(self._thread.submit(self._sample, collection, before))

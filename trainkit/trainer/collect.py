@@ -442,7 +442,9 @@ class RolloutCollector(Collector):
 
     def begin(self, rows: list[Row]) -> None:
         """Decide whether the output of frozen layers is kept, and by some pairs whether prompts are shared."""
-        if not self.algorithm.online:
+        if self.algorithm.online:
+            self.sampling.give_weights()
+        else:
             self.trunk.begin(len(rows))
         pairs = "pairs" in self.algorithm.inputs and bool(rows)
         self.sharing.decide(self._encode_pairs(rows[:SEEN]).both if pairs else None)
@@ -469,6 +471,7 @@ class RolloutCollector(Collector):
         Raises:
             TrainkitError: that of a process whose reward function or environment has failed; raised on all processes.
         """
+        self.sampling.give_weights()
         clipped = list[ScoredRollouts]() if self.config.reward.on_nonfinite == "clip" else None
         if self._samples_as_usual():  # the engine can begin with what several calls of `sample` will ask
             self.sampling.begin([rows for rows in parts if rows], self.current.seen)

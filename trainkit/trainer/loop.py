@@ -545,7 +545,7 @@ class AcceleratedLoop(BaseRLTrainer[M]):
 
     @property
     def _copies_model(self) -> bool:
-        """Whether every process makes a copy of the model at the start, such as that of an engine."""
+        """Whether this process makes a copy of the model at the start, such as that of an engine."""
         return False
 
     def _before_dividing(self, reference: Any) -> None:

@@ -20,7 +20,7 @@ from trainkit.models.fitting import RowLimit
 from trainkit.models.policy import Policy
 from trainkit.models.recomputing import recompute_activations, recompute_mlps
 from trainkit.models.reference import Frozen
-from trainkit.models.unloaded import Trial, as_trained, loaded_by_one
+from trainkit.models.unloaded import Trial, as_trained, loaded_by_some
 from trainkit.plugins.hooks import entry_name
 from trainkit.runs.parallel import Parallel
 from trainkit.seeding import global_rng
@@ -45,7 +45,7 @@ class Models:
         finish: checks a new policy, and sets what it needs to know of the run.
         make_reference: makes the reference of a new policy; returns None if the algorithm has none.
         before_dividing: called with the reference before models are divided for good.
-        copied: whether every process makes a copy of the policy at the start, such as that of an engine.
+        copied: whether this process makes a copy of the policy at the start; called on all processes together.
         total_steps: returns the number of optimizer steps of the run, 0 if it is not known; read for the schedule.
 
     Raises:
@@ -148,8 +148,7 @@ class Models:
         if self.built:
             return
         divided = self.parallel.sharding.keeps_sharded
-        once = divided and not self._copied()  # no other process needs the weights whole
-        with loaded_by_one(self.parallel.is_main) if once else nullcontext():
+        with loaded_by_some(self._copied() or self.parallel.is_main) if divided else nullcontext():
             policy = self.load_policy()
             if not divided:  # otherwise each block is moved and made equal when it is divided
                 policy = policy.to(self.parallel.device)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -124,11 +125,34 @@ class Sampling:
         return self._started_engine()
 
     def _started_engine(self) -> Engine:
-        served = self.served
+        """Return this process's engine; one with a copy of the model is made on all processes together."""
+        if self.parallel.world == 1 or not self.engine_class.own_copy:
+            return self._start()
+        made = self.parallel.sync_errors(lambda: None if self.joins else self._start())
+        addresses = self.parallel.gather([None if made is None else made.address])
+        address = addresses[self._owners[self.parallel.rank]]
+        return self.parallel.sync_errors(lambda: made or self._start(address))
+
+    def _start(self, address: Any = None) -> Engine:
+        served = replace(self.served, address=address)
         with self.models.as_trained():
             engine = start(self.config.rollout.engine, served)
         weakref.finalize(self, engine.close)  # also at the end of the process
         return engine
+
+    @cached_property
+    def _owners(self) -> list[int]:
+        """For each process, the one whose engine it uses; first read on all processes together."""
+        shared = self.engine_class.shared
+        if shared is None:
+            return list(range(self.parallel.world))
+        places = self.parallel.gather([socket.gethostname() if shared == "machine" else ""])
+        return [places.index(place) for place in places]
+
+    @property
+    def joins(self) -> bool:
+        """Whether responses come from the engine of another process, which gives it the weights."""
+        return self._owners[self.parallel.rank] != self.parallel.rank
 
     @property
     def engine_class(self) -> type[Engine]:
@@ -153,7 +177,6 @@ class Sampling:
                 "beside_training": self.ahead is not None,
                 **({} if self.steer is None else {"steer": self.steer}),
             },
-            process=self.parallel.rank,
             processes=self.parallel.world,
             divided=self.parallel.sharding.keeps_sharded,
         )
@@ -246,14 +269,19 @@ class Sampling:
 
     def _ready_sampler(self) -> Sampler:
         """Return the sampler, with the weights that it has to sample with."""
+        sampler = self._idle_sampler()
+        if isinstance(sampler, EngineSampler) and not sampler.generates_with(self._weights_now):
+            self.give_weights()
+        return sampler
+
+    def _idle_sampler(self) -> Sampler:
+        """Return the sampler when no collection is sampled ahead, and the model as it samples."""
         self.models.build()
         sampler = self.sampler
         if self._weights_ahead is None:  # otherwise the policy is trained at the same time
             self.models.unwrapped.eval()
             if self.ahead is not None:  # the engine gets newer weights when their collections are complete
                 self.ahead.wait()
-        if isinstance(sampler, EngineSampler):
-            self._use_weights(sampler)
         return sampler
 
     @contextmanager
@@ -261,7 +289,8 @@ class Sampling:
         """Let every process sample inside the block: give its engine the weights, or gather the model."""
         self.models.build()  # all processes together
         with nullcontext() if self.samples_apart else self.parallel.sharding.unsharded():
-            self._ready_sampler()  # all processes together, also one that samples nothing
+            self._idle_sampler()
+            self.give_weights()
             yield
 
     @property
@@ -295,7 +324,6 @@ class Sampling:
             return  # the requests of episodes are not known before
         if not sampler.engine.own_copy:
             return
-        self._use_weights(sampler)
         seen, settings = Counter(seen), self.text.settings()
         for rows in parts:
             seeds = [turn_seed(seed, 0) for seed in self.seeds(rows, "train", seen)]
@@ -308,15 +336,36 @@ class Sampling:
 
     def start_engine(self) -> None:
         """Start the engine now, if it copies the model: before that is divided."""
-        if self.copies_model:
+        if self.engine_class.own_copy:
             vars(self)["engine"] = self._started_engine()
 
     @property
     def copies_model(self) -> bool:
-        """Whether every process makes a copy of the model at the start: that of its engine."""
-        return self.engine_class.own_copy
+        """Whether this process makes a copy of the model at the start: that of its engine."""
+        return self.engine_class.own_copy and not self.joins
 
-    def _use_weights(self, sampler: EngineSampler) -> None:
-        """Load the weights of the collection that is sampled into the engine, or else those of this moment."""
-        snapshot = self._weights_ahead
-        sampler.use(self.weights if snapshot is None else snapshot)
+    @property
+    def _weights_now(self) -> Weights:
+        """The weights of the collection that this thread samples, or else those of this moment."""
+        return self.weights if self._weights_ahead is None else self._weights_ahead
+
+    def give_weights(self) -> None:
+        """Give the engines the weights to sample with, on all processes together, also one that samples nothing."""
+        sampler = self.sampler
+        if not isinstance(sampler, EngineSampler):
+            return
+        weights, together = self._weights_now, self.parallel.world > 1 and sampler.engine.own_copy
+        stale = not sampler.generates_with(weights)
+        if together:  # no process has a request under way after this
+            stale = any(self.parallel.gather([stale]))
+        if stale:
+            load = partial(sampler.use, self.own(weights) if together else weights)
+            self.parallel.sync_errors(load) if together else load()
+
+    def own(self, weights: Weights) -> Weights:
+        """Return ``weights``, without tensors if another process loads them; on all processes together."""
+        if not self.joins:
+            return weights
+        for _ in weights.tensors() if self.parallel.sharding.divides else ():
+            pass  # they are gathered by all processes together
+        return replace(weights, tensors=tuple)

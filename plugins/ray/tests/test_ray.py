@@ -32,7 +32,7 @@ from trainkit.testing.trainers import count_first_letters, tiny_trainer
 from trainkit_kit import check_engine
 from trainkit_ray import RayConfig
 from trainkit_ray.cluster import speaks_grpc
-from trainkit_ray.generator import packed, unpacked
+from trainkit_ray.generator import packed, unpacked, viewed
 
 # --------------------------------------------------------------------------------------------------- without Ray
 
@@ -247,6 +247,25 @@ def test_requests_go_to_all_actors_and_threads_are_those_of_the_learner(cluster:
     other = tiny_trainer("rloo", tmp_path, rollout__engine={"name": "ray", "threads": 3})
     other.generate(["a"])
     assert threads(other) == 3
+
+
+@pytest.mark.engines
+def test_actors_read_weights_where_ray_stores_them_once_for_a_machine(cluster: None, tmp_path: Path) -> None:
+    import ray
+
+    def permissions(_: Any, given: Any) -> str:
+        at = viewed(given).data_ptr()
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            first, last = (int(each, 16) for each in line.split()[0].split("-"))
+            if first <= at < last:
+                return line.split()[1]
+        return ""
+
+    trainer = tiny_trainer("rloo", tmp_path, rollout__engine=TWO)
+    trainer.generate(["a"])
+    stored = ray.put(packed(torch.ones(1 << 20)))
+    found = ray.get([seat.actor.__ray_call__.remote(permissions, stored) for seat in trainer.sampling.engine.seats])
+    assert all(each.endswith("s") for each in found), f"memory that processes share, {found}"
 
 
 def threads(trainer: Any) -> int:

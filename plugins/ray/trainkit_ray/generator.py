@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import socket
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -43,7 +44,7 @@ class Generator:
     def load(self, weights: tuple[int, dict[str, Packed]]) -> None:
         """Sample with these weights from now on."""
         version, tensors = weights
-        self.replica.load(Weights(version, lambda: ((name, unpacked(each)) for name, each in tensors.items())))
+        self.replica.load(Weights(version, lambda: ((name, viewed(each)) for name, each in tensors.items())))
 
     def generate(self, request: Request) -> tuple[Generated, dict[str, Packed]]:
         """Return the responses, with the numbers about their tokens apart."""
@@ -56,7 +57,7 @@ class Started:
     """An engine in this process, with the interface of `trainkit.rollouts.Replica`."""
 
     def __init__(self, engine: str | PluginConfig, served: ServedModel) -> None:
-        self.engine = start(engine, replace(served, process=0, processes=1))
+        self.engine = start(engine, replace(served, processes=1))
 
     def load(self, weights: Weights) -> None:
         """Generate with ``weights`` from now on."""
@@ -82,7 +83,12 @@ def packed(tensor: Tensor) -> Packed:
 
 def unpacked(given: Packed) -> Tensor:
     """Return the tensor that was packed; a copy, because what Ray stores cannot be written to."""
+    return viewed(given).clone()
+
+
+def viewed(given: Packed) -> Tensor:
+    """Return the tensor that was packed, to be read, in the memory where Ray stores it once for a machine."""
     data, dtype, shape = given
-    made = torch.empty(shape, dtype=getattr(torch, dtype))
-    made.reshape(-1).view(torch.uint8).numpy()[:] = data
-    return made
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch has no tensors that cannot be written to
+        return torch.from_numpy(data).view(getattr(torch, dtype)).reshape(shape)

@@ -23,7 +23,7 @@ from trainkit.errors import ConfigError, EngineError
 from trainkit.models.adapters import quiet_peft
 from trainkit.testing import tiny_gpt2, tiny_llama
 from trainkit.testing.trainers import tiny_trainer
-from trainkit_vllm import VLLMConfig, VLLMEngine, check_settings, exports, guard, launch
+from trainkit_vllm import VLLMConfig, VLLMEngine, cache_room, check_settings, exports, guard, launch
 from trainkit_vllm.client import Server
 from trainkit_vllm.worker import shapes_in
 
@@ -44,6 +44,7 @@ def trainer(path: Path, engine: Any = "local", model: dict[str, Any] | None = No
         ({"shared_dir": "/tmp"}, "shared_dir would have no effect, because the servers are started on this machine"),
         ({"urls": ["localhost:8000"]}, "urls has 'localhost:8000'; an address is http://HOST:PORT"),
         ({"urls": ["http://a:1", "http://a:1"]}, "urls names a server twice"),
+        ({"kv_cache": 2, "arguments": {"gpu_memory_utilization": 0.5}}, "both size the cache; give one of them"),
     ],
 )
 def test_settings_without_an_effect_are_refused(settings: dict[str, Any], told: str, tmp_path: Path) -> None:
@@ -75,22 +76,37 @@ def test_settings_that_vllm_understands_otherwise_are_refused(settings: dict[str
     check_settings(SamplingConfig(min_p=0.1, top_k=3, temperature=0))
 
 
-def test_each_process_has_servers_of_its_own(tmp_path: Path) -> None:
-    config = VLLMConfig(name="vllm", urls=[f"http://a:{port}" for port in (1, 2, 3)])
+def test_vllm_in_the_process_of_the_trainer_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainkit_vllm.installed", lambda: True)
+    config = VLLMConfig(name="vllm", mode="process")
+    VLLMEngine.check(config, 1)
+    with pytest.raises(ConfigError, match="mode is 'process', and the run has 2 processes; use mode 'server'"):
+        VLLMEngine.check(config, 2)
 
-    def own(process: int, processes: int, settings: VLLMConfig = config) -> list[str]:
-        engine: Any = object.__new__(VLLMEngine)
-        engine.config = settings
-        engine.served = type("Served", (), {"process": process, "processes": processes})
-        found: list[str] = engine._own_urls()
-        return found
 
-    assert own(0, 1) == config.urls
-    assert [own(process, 2) for process in range(2)] == [["http://a:1", "http://a:3"], ["http://a:2"]]
-    with pytest.raises(ConfigError, match="names 3 servers, and the run has 4 processes"):
-        own(0, 4)
-    with pytest.raises(ConfigError, match="mode is 'process', and the run has 2 processes"):
-        own(0, 2, VLLMConfig(name="vllm", mode="process"))
+def test_keys_and_values_get_what_a_gpu_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gib = 2**30  # 1.5B in bfloat16, with float32 weights trained: 3 + 3 × 6 GiB to come, 6 GiB are there
+    need = {"copied": 3 * gib, "placed": 0, "trained": 6 * gib}
+    assert cache_room(74 * gib, 80 * gib, **need) == 24 * gib, "three tenths of 80"
+    assert cache_room(41 * gib, 80 * gib, **need) == 10 * gib, "half of 41 - 21"
+    assert cache_room(20 * gib, 24 * gib, **need) == gib // 4
+    assert cache_room(80 * gib, 80 * gib, copied=20 * gib, placed=20 * gib, trained=10 * gib) == 5 * gib
+
+    made = trainer(tmp_path)
+    made.models.build()
+    engine: Any = object.__new__(VLLMEngine)
+    engine.served, size = made.sampling.served, 4 * sum(p.numel() for p in made.unwrapped.model.parameters())
+
+    def given(**settings: Any) -> Any:
+        engine.config = VLLMConfig(name="vllm", **settings)
+        return engine._arguments(tmp_path).get("kv_cache_memory_bytes")
+
+    assert (given(), given(kv_cache=0.5)) == (4 * gib, gib // 2)
+    assert given(arguments={"gpu_memory_utilization": 0.5}) is None, "vLLM ignores it beside the bytes of the cache"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2 * gib, 80 * gib))
+    assert given() == (2 * gib - 4 * size) // 2, "a copy, gradients and two moments"
+    assert given(kv_cache=0.5) == gib // 2
 
 
 def test_arguments_become_options() -> None:

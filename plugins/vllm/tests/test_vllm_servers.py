@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 import trainkit
@@ -245,7 +248,8 @@ sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
 from test_vllm_servers import MODEL, QUERIES, ask, policy_logprobs, trainer
 if __name__ == "__main__":
-    made = trainer(Path({str(tmp_path / "run")!r}), {{"name": "vllm", "mode": "process", "kv_cache": 0.25}})
+    changes = {{"rollout__num_rollouts": 16, "rollout__batch_size": 4}}
+    made = trainer(Path({str(tmp_path / "run")!r}), {{"name": "vllm", "mode": "process", "kv_cache": 0.25}}, **changes)
     made.models.build()
     made.unwrapped.model.load_state_dict(torch.load({str(tmp_path / "weights.pt")!r}))
     before = torch.get_rng_state()
@@ -255,7 +259,14 @@ if __name__ == "__main__":
     off = answer.logprobs - policy_logprobs(made.unwrapped.model, QUERIES, answer.ids, 1.7)
     assert off.abs().max() < 1e-4
     print("ids", answer.ids)
+    local, lists = made.sampling.engine.local, []
+    generate_all = local.generate_all
+    def noted(queries, parameters):
+        lists.append(len(queries))
+        return generate_all(queries, parameters)
+    local.generate_all = noted
     made.learn()
+    assert max(lists) == 16, "one list for the four calls of the sampler of a collection"
     assert made.progress.step == 6
     assert not [*made.sampling.engine.directory.glob("weights-*")], "weights are copied from memory, without files"
     made.sample(made.pipeline.take(0, 2))
@@ -353,38 +364,146 @@ def test_nothing_is_left_of_a_server_that_was_closed() -> None:
     CHECKS["engine_closes"].run(KIT)
 
 
-DIVIDED = """
-import json
+# ----------------------------------------------------------------------------------------------- several processes
+
+BEGIN = """
+import json, os, signal, time
 from pathlib import Path
 import torch
-from trainkit_kit.engines import MODEL
-from trainkit.testing.trainers import tiny_trainer
+import trainkit
+from test_vllm_servers import MODEL, Sampled, trainer
+from trainkit.config import SamplingConfig
+from trainkit.errors import EngineError
+from trainkit.rollouts import Request
 
-def refused():
-    raise AssertionError("the model is gathered")
+def note(**what):
+    with Path(f"said-{os.environ['RANK']}").open("a") as file:
+        print(json.dumps(what), file=file)
+"""
 
-trainer = tiny_trainer(
-    "rloo", Path("run"), model=MODEL, train__total_steps=3, train__sharding="fsdp2", rollout__engine="vllm"
-)
-trainer.sharding._gather = refused
-trainer.learn()
-trainer.sampling.engine.close()
+
+class Sampled:
+    """Notes what was sampled: prompt, ids, and the log-probability of the first token."""
+
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+
+    @trainkit.hookimpl
+    def on_experience(self, rollouts: Any) -> None:
+        for part in rollouts:
+            ids, mask = part.sequences.input_ids, part.sequences.response_mask
+            for row, each, chosen, numbers in zip(part.rows, ids, mask, part.logprobs, strict=True):
+                self.rows.append([row["prompt"], each[chosen].tolist(), numbers[chosen].tolist()])
+
+
+def launched(script: str, path: Path, kill: tuple[int, ...] = ()) -> list[list[dict[str, Any]]]:
+    """Run a script in two processes, of which those in ``kill`` are killed; return what each has noted."""
+    (path / "script.py").write_text(BEGIN + script)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    common["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    pair = []
+    for rank in range(2):
+        own = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with (path / f"errors-{rank}").open("wb") as told:
+            pair.append(subprocess.Popen([sys.executable, "script.py"], cwd=path, env=own, stdout=told, stderr=told))
+    try:
+        codes = [process.wait(900) for process in pair]
+    finally:
+        for process in pair:
+            process.kill()
+            process.wait()
+    wanted = [-signal.SIGKILL if rank in kill else 0 for rank in range(2)]
+    assert codes == wanted, [(path / f"errors-{rank}").read_text()[-3000:] for rank in range(2)]
+    return [[json.loads(line) for line in (path / f"said-{rank}").read_text().splitlines()] for rank in range(2)]
+
+
+TWO = """
+sampled = Sampled()
+made = trainer(Path("run"), {"name": "vllm", "urls": [URL]}, callbacks=[sampled])
+made.learn()
+note(rows=sampled.rows, joins=made.sampling.joins, loads=made.sampling.engine.loads)
+made.sampling.engine.close()
 torch.distributed.destroy_process_group()
 """
 
 
-def test_processes_that_divide_the_model_send_its_weights_to_servers_of_their_own(tmp_path: Path) -> None:
-    """No process has the whole model; the servers compute the log-probabilities of the policy all the same."""
-    (tmp_path / "script.py").write_text(DIVIDED)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "script.py"]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *launcher],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_two_processes_share_a_server_and_sample_what_one_does(url: str, tmp_path: Path) -> None:
+    """One process loads weights; responses, log-probabilities and weights are those of a run of one process."""
+    (tmp_path / "two").mkdir()
+    [[first], [other]] = launched(TWO.replace("URL", repr(url)), tmp_path / "two")
+    assert (first["joins"], other["joins"]) == (False, True)
+    sampled = Sampled()
+    one = trainer(tmp_path / "one", {"name": "vllm", "urls": [url]}, callbacks=[sampled])
+    one.learn()
+    assert first["loads"] == other["loads"] == one.sampling.engine.loads >= 3
+    one.sampling.engine.close()
+    expected, found = sorted(sampled.rows), sorted(first["rows"] + other["rows"])
+    assert [row[:2] for row in found] == [row[:2] for row in expected]
+    numbers = [torch.tensor([number for row in rows for number in row[2]]) for rows in (found, expected)]
+    assert torch.allclose(*numbers, rtol=0, atol=1e-4)
+    weights = [load_file(tmp_path / run / "model" / "model.safetensors") for run in ("two/run", "one")]
+    for name, tensor in weights[1].items():
+        assert torch.allclose(weights[0][name], tensor, rtol=0, atol=1e-5), name
+
+
+DIVIDED = """
+class Kills:
+    @trainkit.hookimpl
+    def on_experience(self, trainer):
+        engine = trainer.sampling.engine
+        if engine.loads == 1 and engine.pids:
+            os.kill(engine.pids[0], signal.SIGKILL)
+
+def refused():
+    raise AssertionError("the model is gathered")
+
+changes = {"train__total_steps": 3, "train__sharding": "fsdp2", "callbacks": [Kills()]}
+made = trainer(Path("run"), {"name": "vllm", "kv_cache": 0.25}, **changes)
+made.sharding._gather = refused
+begin = made.sampling._start
+def noted(*arguments):
+    note(device=made.models.unwrapped.model.device.type)
+    return begin(*arguments)
+made.sampling._start = noted
+made.learn()
+engine, rank, gather = made.sampling.engine, made.parallel.rank, made.parallel.gather
+note(restarts=engine.restarts, tag=engine.loaded[1], loads=engine.loads, directory=str(engine.directory))
+queries = [[at % 8, 1, 2] for at in range(64)]
+request = Request(queries, range(64), SamplingConfig(max_new_tokens=40, temperature=2.0), "generate")
+ids, pids = engine.submit(request).result().ids, gather(engine.pids)
+if rank == 1:  # the first process, which starts the server again, waits meanwhile
+    under_way = engine.submit(request)
+    time.sleep(0.2)
+    os.kill(pids[0], signal.SIGKILL)
+    assert under_way.result().ids == ids
+assert gather([ids])[0] == ids
+note(restarts=engine.restarts, server=str(engine))
+made.parallel.accelerator.wait_for_everyone()
+if rank == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    while True:
+        engine.submit(request).result()
+except EngineError as error:
+    note(error=str(error))
+os._exit(0)
+"""
+
+
+def test_processes_that_divide_the_model_share_the_server_that_the_first_starts(tmp_path: Path) -> None:
+    """The first process starts it again when it dies; without that process it ends. No process has the whole model."""
+    first, other = launched(DIVIDED, tmp_path, kill=(0,))
+    assert [first[0]["device"], other[0]["device"]] == ["cpu", "meta"], "only the first has the weights whole"
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     off = [line["policy/sampler_kl"] for line in lines if "policy/sampler_kl" in line]
     assert len(off) >= 2, "after the first weights, and after later ones"
     assert max(map(abs, off)) < 1e-5
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+    assert first[1] == {**other[1], "restarts": 1}, "the same tag, and the other process has restarted nothing"
+    assert first[2] == {**other[2], "restarts": 2}, "the same server"
+    assert other[3]["error"].endswith("ended with the process that had started it")
+    assert not Path(first[1]["directory"]).exists()

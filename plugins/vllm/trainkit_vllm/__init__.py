@@ -8,11 +8,13 @@ import secrets
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -24,8 +26,8 @@ from trainkit.models import has_adapter
 from trainkit.rollouts import Engine, Generated, Request, ServedModel, Weights
 from trainkit_vllm.client import Answer, DiedError, Server
 from trainkit_vllm.exports import check_adapter, compare, named_weights, write_adapter, write_model, write_weights
-from trainkit_vllm.inprocess import InProcess
-from trainkit_vllm.launch import Started, installed
+from trainkit_vllm.inprocess import Awaited, InProcess
+from trainkit_vllm.launch import Joined, Started, installed, key_of
 from trainkit_vllm.worker import shapes_in
 
 log = logging.getLogger(__name__)
@@ -45,15 +47,15 @@ class VLLMConfig(PluginConfig):
     mode: Literal["server", "process"] = "server"
     """Where vLLM runs: in servers, or in the process of the trainer (one process, no `urls`)."""
     urls: list[str] = Field([])
-    """Addresses of servers that run already, `http://HOST:PORT`. They are divided among the processes of the run.
-    Empty: each process starts a server on loopback."""
+    """Addresses of servers that run already, `http://HOST:PORT`, which all processes of the run use. Empty: a server is
+    started on loopback, on each machine for all of its processes."""
     shared_dir: str | None = None
     """With `urls`: a directory that trainer and servers see under the same path; new weights are written there. None:
     a temporary directory, for servers on the same machine."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The type of weights and computations in vLLM. `auto`: as `train.mixed_precision`, or as the trained weights."""
-    kv_cache: float = Field(4.0, gt=0)
-    """Memory for keys and values, in GiB."""
+    kv_cache: float | None = Field(None, gt=0)
+    """Memory for keys and values, in GiB. None: 4; on a GPU as much as `cache_room` says."""
     concurrency: int = Field(128, ge=1)
     """Responses that a server generates at the same time."""
     timeout: float = Field(600.0, gt=0)
@@ -78,6 +80,8 @@ class VLLMConfig(PluginConfig):
             useless, why = changed & {"shared_dir"}, "the servers are started on this machine"
         if useless:
             raise ValueError(f"{', '.join(sorted(useless))} would have no effect, because {why}; remove it")
+        if self.kv_cache is not None and "gpu_memory_utilization" in self.arguments:
+            raise ValueError("kv_cache and arguments.gpu_memory_utilization both size the cache; give one of them")
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"urls has {url!r}; an address is http://HOST:PORT")
@@ -95,6 +99,7 @@ class VLLMEngine(Engine):
         EngineError: a server cannot be reached or started, or serves another model.
     """
 
+    shared: ClassVar[Literal["machine", "run"] | None] = "machine"
     config: VLLMConfig
 
     def __init__(self, config: VLLMConfig, served: ServedModel) -> None:
@@ -102,29 +107,49 @@ class VLLMEngine(Engine):
         self.name = "'vllm'"
         self.adapter = has_adapter(served.model)
         rank = check_adapter(served.model)
-        urls = self._own_urls()
-        self.directory = Path(tempfile.mkdtemp(prefix="trainkit-vllm-", dir=config.shared_dir))
-        self.run, self.loads = secrets.token_hex(4), 0
+        urls, self.joins = config.urls, served.address is not None
+        if self.joins:
+            self.address = served.address
+        else:
+            directory = tempfile.mkdtemp(prefix="trainkit-vllm-", dir=config.shared_dir)
+            self.address = (secrets.token_hex(4), Path(directory))
+        self.run: str = self.address[0]
+        self.directory: Path = self.address[1]
+        self.loads = 0
         self.loaded: tuple[Path, str] | None = None
         """The files of the loaded weights, and their tag."""
         self.version, self.restarts, self.closed = 0, 0, False
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.servers: list[Server] = [Server(url, config.timeout) for url in urls]
         self.local: InProcess | None = None
+        self.waiting: list[tuple[Request, Awaited]] = []
+        """Requests that vLLM in this process has not begun."""
         count = config.concurrency * max(len(urls), 1)
         self.rows, self.calls = ThreadPoolExecutor(count, "vllm-row"), ThreadPoolExecutor(8, "vllm-call")
         try:
             if not urls:
                 self._start(rank)
             self.name = " and ".join(map(str, self.servers)) or str(self.local)
-            self.known = [self._fitting(place) for place in self._places]
+            self.known = [] if self.joins else [self._fitting(place) for place in self._places]
+            if isinstance(own := next(iter(self.servers), None), Started) and served.processes > 1:
+                self._announce(own)
         except BaseException:
             self.close()
             raise
 
     @classmethod
-    def check(cls, config: Any, processes: int) -> None:  # noqa: ARG003
-        """Raise a ConfigError if vLLM is needed here and not installed."""
+    def of(cls, config: Any) -> type[Engine]:
+        """Return a class that all processes share if the servers run already."""
+        return _OfOthers if config.urls else cls
+
+    @classmethod
+    def check(cls, config: Any, processes: int) -> None:
+        """Raise a ConfigError if vLLM is needed here and not installed, or its process would have to be shared."""
+        if config.mode == "process" and processes > 1:
+            raise ConfigError(
+                f"rollout.engine.mode is 'process', and the run has {processes} processes; use mode 'server', whose "
+                "server they share"
+            )
         if not config.urls and not installed():
             raise ConfigError(
                 "the engine 'vllm' needs vLLM, which is not installed here: pip install 'trainkit-vllm[gpu]', or "
@@ -144,33 +169,40 @@ class VLLMEngine(Engine):
     def _places(self) -> list[Server | InProcess]:
         return [*self.servers] if self.local is None else [self.local]
 
-    def _own_urls(self) -> list[str]:
-        """Return the addresses of the servers that only this process uses."""
-        urls, served = self.config.urls, self.served
-        if self.config.mode == "process" and served.processes > 1:
-            raise ConfigError(
-                f"rollout.engine.mode is 'process', and the run has {served.processes} processes; use mode 'server'"
-            )
-        if urls and len(urls) < served.processes:
-            raise ConfigError(
-                f"rollout.engine.urls names {len(urls)} servers, and the run has {served.processes} processes; each "
-                "process loads weights into servers of its own, so name at least one for each process"
-            )
-        return urls[served.process :: served.processes]
-
     # ---------------------------------------------------------------------------------------------------- starting
 
     def _start(self, rank: int | None) -> None:
-        """Start vLLM here, with the model as it is now."""
+        """Start vLLM here, with the model as it is now; or join a server that another process has started."""
+        config = self.config
+        if self.joins:
+            joined = Joined(self.directory, config.timeout, config.start_timeout, key_of(config.arguments))
+            self.servers = [joined]
+            joined.start()
+            return
         model = self.directory / "model"
         write_model(self.served, model)
         arguments = {**self._arguments(model), **({} if rank is None else _adapters(rank)), **self.config.arguments}
         if self.config.mode == "process":
             self.local = InProcess(arguments)
             return
-        server = Started(arguments, self.directory, self.config.timeout, self.config.start_timeout)
+        server = Started(arguments, self.directory, config.timeout, config.start_timeout)
         self.servers = [server]
         server.start()
+
+    def _announce(self, server: Started) -> None:
+        """Let other processes of this machine join the server, and start it again also if only they find it dead."""
+        server.announce()
+
+        def watch() -> None:
+            while not self.closed:
+                time.sleep(0.2)
+                if not server.alive and not self.closed:
+                    try:
+                        self._revive(server, DiedError(f"the engine {server} died: {server.reason()}"))
+                    except EngineError:
+                        return  # it is announced, and the next request here finds it, too
+
+        threading.Thread(target=watch, name="vllm-watch", daemon=True).start()
 
     def _arguments(self, model: Path) -> dict[str, Any]:
         limit = {} if self.served.limit is None else {"max_model_len": self.served.limit}
@@ -182,13 +214,28 @@ class VLLMEngine(Engine):
         return {
             "model": str(model),
             "dtype": self._dtype(),
-            "kv_cache_memory_bytes": int(self.config.kv_cache * 2**30),
+            **self._cache(),
             "max_num_seqs": self.config.concurrency,
             "generation_config": "vllm",  # the model's own sampling settings do not apply
             "logprobs_mode": "raw_logprobs",
             **limit,
             **eager,
         }
+
+    def _cache(self) -> dict[str, int]:
+        if "gpu_memory_utilization" in self.config.arguments:  # of which vLLM would take no notice
+            return {}
+        if self.config.kv_cache is not None or not torch.cuda.is_available():
+            return {"kv_cache_memory_bytes": int((self.config.kv_cache or 4) * 2**30)}
+        model, parts = self.served.model, self.served.processes if self.served.divided else 1
+        width = getattr(torch, self._dtype()).itemsize
+        room = cache_room(
+            *torch.cuda.mem_get_info(),
+            copied=width * sum(tensor.numel() for tensor in model.parameters()),
+            placed=model.get_memory_footprint() // parts if self.served.divided else 0,
+            trained=sum(tensor.nbytes for tensor in model.parameters() if tensor.requires_grad) // parts,
+        )
+        return {"kv_cache_memory_bytes": room}
 
     def _dtype(self) -> str:
         if self.config.dtype != "auto":
@@ -226,10 +273,13 @@ class VLLMEngine(Engine):
         Raises:
             EngineError: they do not fit, nothing is loaded then; or the servers compute other log-probabilities.
         """
-        given = self.served.fitting(weights)
         self.loads += 1
         tag = f"{self.run}-{self.loads}-{weights.version}"
         files = self.directory / f"weights-{self.loads}"
+        if self.joins:  # another process loads them
+            self.loaded, self.version = (files, tag), weights.version
+            return
+        given = self.served.fitting(weights)
         here = None if self.adapter else self.local
         if here is not None:
             tensors = named_weights(self.served.model, given)
@@ -241,9 +291,10 @@ class VLLMEngine(Engine):
             except EngineError:
                 shutil.rmtree(files, ignore_errors=True)
                 raise
-        before, self.loaded, self.version = self.loaded, (files, tag), weights.version
-        for index in range(len(self._places)) if here is None else ():
-            self._alive(index, self._load)
+        with self.lock:
+            before, self.loaded, self.version = self.loaded, (files, tag), weights.version
+            for index in range(len(self._places)) if here is None else ():
+                self._alive(index, self._load)
         if before is not None:
             shutil.rmtree(before[0], ignore_errors=True)
         if self.served.divided:  # no process can run the model alone; the policy's own numbers are policy/sampler_kl
@@ -258,7 +309,7 @@ class VLLMEngine(Engine):
         if self.adapter:
             write_adapter(model, given.items(), files)
             return
-        if self.loads == 1 and self.config.urls:  # frozen tensors of servers that others have started
+        if self.loaded is None and self.config.urls:  # frozen tensors of servers that others have started
             whole = {k: x.full_tensor() if hasattr(x, "full_tensor") else x for k, x in model.state_dict().items()}
             given = {**whole, **given}
         write_weights(model, given, files)
@@ -290,22 +341,35 @@ class VLLMEngine(Engine):
         with self.lock:  # of several threads that find it dead, the first starts it
             if place.alive:
                 return
-            while True:
-                if self.restarts >= self.config.restarts or self.closed:
-                    raise EngineError(
-                        f"{error}. It was started again {self.restarts} times; rollout.engine.restarts allows "
-                        f"{self.config.restarts}"
-                    ) from error
-                self.restarts += 1
-                log.warning("%s; it is started again, with the weights of step %d", error, self.version)
+            if self.joins:  # the process that has started it does so again
                 place.start()
                 self.name = str(place)
-                try:
-                    place.describe()
+                return
+            try:
+                self._start_again(place, error)
+            except EngineError as fault:
+                place.announce(str(fault))
+                raise
+            place.announce()
+
+    def _start_again(self, place: Any, error: DiedError) -> None:
+        while True:
+            if self.restarts >= self.config.restarts or self.closed:
+                raise EngineError(
+                    f"{error}. It was started again {self.restarts} times; rollout.engine.restarts allows "
+                    f"{self.config.restarts}"
+                ) from error
+            self.restarts += 1
+            log.warning("%s; it is started again, with the weights of step %d", error, self.version)
+            place.start()
+            self.name = str(place)
+            try:
+                place.describe()
+                if self.loaded is not None:
                     self._load(place)
-                    return
-                except DiedError as again:
-                    error = again
+                return
+            except DiedError as again:
+                error = again
 
     @torch.no_grad()
     def _model_with(self, given: Mapping[str, Tensor]) -> Any:
@@ -354,19 +418,32 @@ class VLLMEngine(Engine):
     # -------------------------------------------------------------------------------------------------- generating
 
     def submit(self, request: Request) -> Future[Generated]:
-        """Begin to generate; in this process, generate now."""
+        """Begin to generate; in this process, generate when a result is asked for, all that is waiting at once."""
         check_settings(request.settings)
         if self.local is None:
             return self.calls.submit(self._generate, request)
-        done: Future[Generated] = Future()
-        done.set_result(self._generate(request))
-        return done
+        self.waiting.append((request, made := Awaited(self._generate_waiting)))
+        return made
+
+    def _generate_waiting(self) -> None:
+        waiting, self.waiting = self.waiting, []
+        try:
+            for (_, made), answer in zip(waiting, self._generate_all([request for request, _ in waiting]), strict=True):
+                made.set_result(answer)
+        except BaseException as error:  # whoever waits for a future gets it
+            for _, made in waiting:
+                made.set_exception(error)
 
     def _generate(self, request: Request, only: int | None = None) -> Generated:
-        """Return the responses; with ``only``, all from that server."""
+        [made] = self._generate_all([request], only)
+        return made
+
+    def _generate_all(self, requests: Sequence[Request], only: int | None = None) -> list[Generated]:
+        """Return the responses to each request; with ``only``, all from that server."""
         assert self.loaded is not None
         jobs = [
             (query, {**self._parameters(request.settings), "seed": int(seed)})
+            for request in requests
             for query, seed in zip(request.queries, request.seeds, strict=True)
         ]
         if self.local is None:
@@ -379,14 +456,20 @@ class VLLMEngine(Engine):
                     f"the engine {self} sampled response {index} with the weights {', '.join(sorted(answer.tags))}; "
                     f"this run has loaded {self.loaded[1]}. Does another run use the server, or was it started again?"
                 )
+        rest = iter(answers)
+        return [self._made([*islice(rest, len(request.queries))]) for request in requests]
+
+    def _made(self, answers: Sequence[Answer]) -> Generated:
         reasons: list[Any] = [answer.reason for answer in answers]
         logprobs = torch.tensor([value for answer in answers for value in answer.logprobs], dtype=torch.float32)
         return Generated([answer.ids for answer in answers], reasons, [self.version] * len(answers), logprobs)
 
     def _over_http(self, jobs: Sequence[tuple[list[int], dict[str, Any]]], only: int | None) -> list[Answer]:
+        first = jobs[0][1]["seed"]  # another one in each process
+
         def answer(index: int) -> Answer:
             query, given = jobs[index]
-            place = index % len(self.servers) if only is None else only
+            place = (first + index) % len(self.servers) if only is None else only
             made: Answer = self._alive(place, lambda server: server.generate(query, given, self.adapter))
             return made
 
@@ -425,7 +508,27 @@ class VLLMEngine(Engine):
         for place in self._places:
             with suppress(OSError):
                 place.close()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        if not self.joins:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+
+class _OfOthers(VLLMEngine):
+    shared = "run"
+
+
+def cache_room(free: int, total: int, *, copied: int, placed: int, trained: int) -> int:
+    """Return the bytes for keys and values on a GPU that trains, too: min(3/10 total, 1/2 (free − what is to come)).
+
+    The other half is for activations; 1/4 GiB is the least.
+
+    Args:
+        free: the bytes that are free before vLLM starts.
+        total: those of the GPU.
+        copied: those of vLLM's copy of the weights.
+        placed: those of the trained model that are to come onto the GPU.
+        trained: those of the weights that are trained; their gradients and the optimizer's two moments are to come.
+    """
+    return max(min(3 * total // 10, (free - copied - placed - 3 * trained) // 2), 2**28)
 
 
 def check_settings(settings: SamplingConfig) -> None:

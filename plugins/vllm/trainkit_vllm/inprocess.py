@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from trainkit.errors import EngineError
+from trainkit.rollouts import Generated
 from trainkit_vllm.client import ADAPTER, Answer
 from trainkit_vllm.launch import EXTENSION
 
@@ -24,6 +26,30 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 """What vLLM reads when it is imported or started; variables that are set take precedence, except the first two."""
+
+
+class Awaited(Future[Generated]):
+    """A result that is computed, with others, when it is asked for.
+
+    Args:
+        compute: sets it.
+    """
+
+    def __init__(self, compute: Callable[[], None]) -> None:
+        super().__init__()
+        self._compute = compute
+
+    def result(self, timeout: float | None = None) -> Generated:
+        """Return the result."""
+        if not self.done():
+            self._compute()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return the error; None if there is a result."""
+        if not self.done():
+            self._compute()
+        return super().exception(timeout)
 
 
 class InProcess:

@@ -89,6 +89,16 @@ def options(arguments: Mapping[str, Any]) -> list[str]:
     return made
 
 
+def key_of(arguments: Mapping[str, Any]) -> str:
+    """Return the API key of a server that is started with ``arguments``; empty if it has none."""
+    return str(arguments.get("api_key") or os.environ.get("VLLM_API_KEY", ""))
+
+
+def note_in(directory: Path) -> Path:
+    """Return the file in which the process that starts a server announces it."""
+    return directory / "server.json"
+
+
 class Started(Server):
     """A server on loopback, started by trainkit; it ends with this process.
 
@@ -100,10 +110,10 @@ class Started(Server):
     """
 
     def __init__(self, arguments: Mapping[str, Any], directory: Path, timeout: float, start_timeout: float) -> None:
-        super().__init__("", timeout, str(arguments.get("api_key") or os.environ.get("VLLM_API_KEY", "")))
+        super().__init__("", timeout, key_of(arguments))
         self.arguments, self.log, self.start_timeout = arguments, directory / "server.log", start_timeout
         self.process: subprocess.Popen[bytes] | None = None
-        self._begin = 0
+        self._begin = self._starts = 0
 
     def start(self) -> None:
         """Start the server, and wait until it answers.
@@ -112,6 +122,8 @@ class Started(Server):
             EngineError: it ended, or does not answer in time; with the reason from its log.
         """
         self.close()
+        self._starts += 1
+        self._note()
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -148,6 +160,17 @@ class Started(Server):
             f"the engine {self} did not start within {self.start_timeout:g} seconds; raise "
             f"rollout.engine.start_timeout. Its log ends with: {self.reason()}"
         )
+
+    def announce(self, fault: str = "") -> None:
+        """Let other processes use the server, or fail with ``fault``, because it is not started again."""
+        self._starts += bool(fault)  # what they have joined is over
+        self._note(url=self.url, ready=True, fault=fault)
+
+    def _note(self, **said: Any) -> None:
+        note = note_in(self.log.parent)
+        with suppress(FileNotFoundError):  # the engine is closed
+            note.with_suffix(".new").write_text(json.dumps({"starts": self._starts, "ready": False, **said}), "utf-8")
+            note.with_suffix(".new").replace(note)
 
     def reason(self) -> str:
         """Return the first error since the server was started, from its log; the log's end if it names none."""
@@ -209,3 +232,63 @@ class Started(Server):
             self.process.kill()
             self.process.wait()
         self.process = None
+
+
+class Joined(Server):
+    """A server that another process of this machine has started, and starts again if it dies.
+
+    Args:
+        directory: where that process announces it.
+        timeout: seconds that it has to answer, and to load weights.
+        start_timeout: seconds that it has to start.
+        key: its API key; empty if it has none.
+    """
+
+    def __init__(self, directory: Path, timeout: float, start_timeout: float, key: str) -> None:
+        super().__init__("", timeout, key)
+        self.note, self.start_timeout, self._starts = note_in(directory), start_timeout, 0
+
+    def start(self) -> None:
+        """Wait until the server is started, or started again, and has its weights.
+
+        Raises:
+            EngineError: the other process gives up, ends, or takes too long.
+        """
+        end = time.monotonic() + self.start_timeout + self.timeout
+        while not (said := self._said())["ready"]:
+            if time.monotonic() > end:
+                raise EngineError(f"the engine {self} died, and was not started again in time")
+            time.sleep(0.1)
+        if said["fault"]:
+            raise EngineError(said["fault"])
+        self.url, self._starts = said["url"], said["starts"]
+
+    @property
+    def alive(self) -> bool:
+        """Whether the server is not known to have died."""
+        return bool(self._said()["starts"] == self._starts)
+
+    def post(self, path: str, body: Any = None) -> Any:
+        """Send ``body`` as JSON, and return the answer.
+
+        Raises:
+            DiedError: the server died.
+            EngineError: it does not answer in time, or its answer is an error.
+        """
+        begun = self._starts
+        try:
+            return super().post(path, body)
+        except (UnreachableError, RefusedError) as error:
+            end = time.monotonic() + DYING
+            while self._said()["starts"] == begun and time.monotonic() < end:
+                time.sleep(0.1)
+            if self._said()["starts"] != begun:
+                raise DiedError(f"the engine {self} died") from error
+            raise
+
+    def _said(self) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = json.loads(self.note.read_text("utf-8"))
+        except FileNotFoundError as error:
+            raise EngineError(f"the engine {self} ended with the process that had started it") from error
+        return found
