@@ -487,7 +487,8 @@ def test_a_run_resumes_where_it_was_saved(tmp_path: Path) -> None:
     again = DPOTrainer(model, args=longer, train_dataset=PAIRS, tokenizer=tokenizer)
     again.trainer.run.allow_drift = True
     assert again.train(resume_from_checkpoint=True).global_step == 6
-    assert len([each for each in again.state.log_history if "loss" in each]) == 2
+    assert len([each for each in again.state.log_history if "loss" in each]) == 6
+    assert again.state.log_history[:4] == first.state.log_history[:4]
 
 
 def test_an_optimizer_and_its_schedule_are_stepped(tmp_path: Path) -> None:
@@ -724,8 +725,11 @@ def test_attributes_that_are_not_there_say_what_there_is(tmp_path: Path) -> None
         ("quite_something", "it has add_callback, compute_loss, concatenated_forward, "),
     ):
         assert not hasattr(trainer, name)
-        with pytest.raises(AttributeError, match=rf"'DPOTrainer' object has no attribute '{name}': {re.escape(said)}"):
+        with pytest.raises(AttributeError, match=rf"DPOTrainer has no attribute '{name}': {re.escape(said)}"):
             getattr(trainer, name)
+    for name, said in (("kto_loss", "override loss of trainkit_kto"), ("tokenize_row", "trainkit makes the batches")):
+        with pytest.raises(AttributeError, match=rf"KTOTrainer has no attribute '{name}': {said}"):
+            getattr(KTOTrainer, name)
 
 
 def test_the_display_of_progress_is_a_callback_of_transformers(caplog: pytest.LogCaptureFixture) -> None:

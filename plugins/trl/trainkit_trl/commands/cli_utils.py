@@ -16,6 +16,7 @@ from transformers import HfArgumentParser
 
 from trainkit.errors import ConfigError
 from trainkit_migrate import refusing
+from trainkit_trl.arguments import checked
 
 
 def init_zero_verbose() -> None:
@@ -25,6 +26,7 @@ def init_zero_verbose() -> None:
     warnings.simplefilter("default")
 
 
+@checked
 @dataclass
 class SftScriptArguments:
     """Arguments of TRL's script for SFT."""
@@ -39,6 +41,7 @@ class SftScriptArguments:
     gradient_checkpointing_use_reentrant: bool = False
 
 
+@checked
 @dataclass
 class DpoScriptArguments:
     """Arguments of TRL's script for DPO."""

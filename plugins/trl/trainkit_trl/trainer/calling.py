@@ -98,6 +98,16 @@ OF_ARGUMENTS = (
 """Attributes that trainers of TRL have of their arguments."""
 
 
+class Inputs(dict[str, Any]):
+    """The inputs of `compute_loss`, which say what they have if something else is read."""
+
+    def __missing__(self, name: str) -> None:
+        raise ConfigError(
+            f"a batch has no {name!r}; it has {', '.join(self)}, and no further columns of the dataset: decode its ids, "
+            "or train with a trainer of trainkit that keeps the column (columns)"
+        )
+
+
 class Calling(Overridable):
     """A trainer of transformers, whose methods that a script overrides are called, or refused."""
 
@@ -148,7 +158,7 @@ class Calling(Overridable):
 
     def called_loss(self, batch: Any) -> tuple[Tensor, Metrics]:
         """Return the loss of `compute_loss`, in evaluations that of `prediction_step`, with what they store."""
-        model, inputs, self._stored = self.trainer.models.unwrapped.model, self.inputs_of(batch), {}
+        model, inputs, self._stored = self.trainer.models.unwrapped.model, Inputs(self.inputs_of(batch)), {}
         if torch.is_grad_enabled():
             loss = self.compute_loss(model, inputs)
         else:

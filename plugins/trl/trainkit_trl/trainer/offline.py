@@ -96,6 +96,8 @@ class Log:
                     self.owner.log(part)
             finally:
                 self.given = None
+            if self.written and self.written[-1].name == f"checkpoint-{step}":  # its evaluation comes after it
+                self.owner.write_state(self.written[-1])
 
     @hookimpl
     def on_step(self, trainer: Any, step: int) -> None:
@@ -433,7 +435,12 @@ class OfflineTrainer(Calling):
         """
         self.check_settings()
         self._choose_directory(resume_from_checkpoint)
-        started, state, steps = time.perf_counter(), self.state, self.trainer.total_steps
+        started, steps = time.perf_counter(), self.trainer.total_steps
+        self.trainer.begin()
+        before = Path(self.trainer.run_dir) / f"checkpoint-{self.trainer.progress.step}" / "trainer_state.json"
+        if resume_from_checkpoint and before.exists():
+            self._log.state = TrainerState.load_from_json(str(before))
+        state = self.state
         epochs = self.args.num_train_epochs
         if self.args.max_steps > 0 and (rows := getattr(self.trainer.pipeline, "rows", None)):
             epochs = steps * self.trainer.config.train.batch_size / len(rows)
