@@ -209,6 +209,8 @@ def test_concatenated_inputs_are_padded_to_the_longer_side() -> None:
     assert found["concatenated_input_ids"].tolist() == [[1, 2, 3], [1, 4, 9]]
     assert found["concatenated_labels"].tolist() == [[-100, 2, 3], [-100, 4, -100]]
     # logits of 0 over 5 tokens: log(1/5) each, two labels and one
+    with pytest.raises(ValueError, match=r"logits are of \(2, 4\) tokens, and labels \(2, 3\)"):
+        DPOTrainer.get_batch_logps(torch.zeros(2, 4, 5), found["concatenated_labels"])
     logps = DPOTrainer.get_batch_logps(torch.zeros(2, 3, 5), found["concatenated_labels"])
     torch.testing.assert_close(logps, torch.tensor([2.0, 1.0]) * -1.609438)
 
@@ -309,6 +311,20 @@ def test_a_dataset_may_be_without_end(cls: Any, kind: Any, row: Any, given: Any,
     assert cls(model, args=arguments(tmp_path, kind), **data, **given).train().global_step == 4
     with pytest.raises(ValueError, match="a stream, whose length is not known; set max_steps in args"):
         cls(model, args=arguments(tmp_path, kind, max_steps=-1), **data, **given)
+
+
+def test_a_dataset_of_torch_has_rows_by_their_indices(tmp_path: Path) -> None:
+    class Rows(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> dict[str, list[int]]:
+            return {"input_ids": [1, 2, 3 + index]}
+
+    model, tokenizer = made()
+    trainer = SFTTrainer(model, arguments(tmp_path, max_steps=1), train_dataset=Rows(), tokenizer=tokenizer)
+    assert [row["input_ids"] for row in trainer.trainer.pipeline.rows] == [[1, 2, 3], [1, 2, 4]]
+    assert trainer.evaluate(Rows())["eval_loss"] > 0
 
 
 def test_special_tokens_of_texts_are_those_of_dataset_kwargs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

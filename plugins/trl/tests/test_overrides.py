@@ -160,7 +160,7 @@ def test_a_column_that_batches_lack_is_told(tmp_path: Path) -> None:
             return (loss * batch["weight"]).mean(), metrics
 
     trainer = made(Weighted, tmp_path, train_dataset=[{**pair, "weight": 2.0} for pair in PAIRS])
-    with pytest.raises(ConfigError, match="a batch has no 'weight'; it has chosen_input_ids, .* decode its ids"):
+    with pytest.raises(ConfigError, match=r"a batch has no 'weight'; it has chosen_input_ids, .* decode its ids"):
         trainer.train()
 
 

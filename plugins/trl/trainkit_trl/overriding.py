@@ -15,8 +15,18 @@ ADAPTER = __name__.partition(".")[0]
 class Advising(type):
     """A class that says what to use instead of attributes of TRL's class that it lacks."""
 
+    absent: Mapping[str, str] = {}
+    not_called: Mapping[str, str] = {}
+
     def __getattr__(cls, name: str) -> Any:
         raise lacking(cls, name, _said(cls, name))
+
+
+class Advised(metaclass=Advising):
+    """What says so of its objects too."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise lacking(type(self), name)
 
 
 class Overridable(metaclass=Advising):

@@ -103,8 +103,8 @@ class Inputs(dict[str, Any]):
 
     def __missing__(self, name: str) -> None:
         raise ConfigError(
-            f"a batch has no {name!r}; it has {', '.join(self)}, and no further columns of the dataset: decode its ids, "
-            "or train with a trainer of trainkit that keeps the column (columns)"
+            f"a batch has no {name!r}; it has {', '.join(self)}, and no further columns of the dataset: decode its "
+            "ids, or write a trainer of trainkit, whose attribute columns names what its rows keep"
         )
 
 

@@ -307,9 +307,9 @@ class OfflineTrainer(Calling):
         several = isinstance(held_out, Mapping)
         if train is None:
             log.warning("there is no train_dataset, so train() cannot be called; evaluate() can")
-        return None if train is None else self.samples(train), (
-            Several({name: self.held_out(each) for name, each in held_out.items()}) if several
-            else None if held_out is None else self.held_out(held_out)
+        return None if train is None else self.samples(in_order(train)), (
+            Several({name: self.held_out(in_order(each)) for name, each in held_out.items()}) if several
+            else None if held_out is None else self.held_out(in_order(held_out))
         )  # fmt: skip
 
     @property
@@ -513,7 +513,7 @@ class OfflineTrainer(Calling):
         evaluator = self.trainer.evaluator
         before, sets = (self.trainer.eval_samples, evaluator.held_out), self._sets
         try:
-            self.trainer.add_eval_samples(self.held_out(eval_dataset))
+            self.trainer.add_eval_samples(self.held_out(in_order(eval_dataset)))
             self._sets = {}
             return measure()
         finally:
@@ -677,6 +677,11 @@ class Several(dict[str, Any]):
     """Held-out samples of several datasets, by name."""
 
 
+def in_order(dataset: Any) -> Any:
+    """Return a dataset as something to iterate over: those of torch may have rows by their indices alone."""
+    return dataset if hasattr(dataset, "__iter__") else [dataset[index] for index in range(len(dataset))]
+
+
 def count(dataset: Any) -> int | None:
     """Return the number of rows of a dataset; None of a stream."""
     return len(dataset) if hasattr(dataset, "__len__") else None
@@ -838,7 +843,8 @@ def _check_kinds(home: str, given: Mapping[str, Any], hints: Mapping[str, Any]) 
     for name in ("train_dataset", "eval_dataset"):
         value = given.get(name)
         several = isinstance(value, Mapping) and name == "train_dataset"
-        if value is not None and (isinstance(value, str | bytes) or several or not hasattr(value, "__iter__")):
+        rows = hasattr(value, "__iter__") or {"__getitem__", "__len__"} <= {*dir(value)}
+        if value is not None and (isinstance(value, str | bytes) or several or not rows):
             raise ConfigError(
                 f"{name} of {home} should be a dataset, such as a split of load_dataset(...), or a list of rows; "
                 f"given {describe(value)}"

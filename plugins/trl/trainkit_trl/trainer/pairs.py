@@ -190,7 +190,12 @@ class PairTrainer(OfflineTrainer):
             average_log_prob: whether it is the mean.
             label_pad_token_id: the label of tokens that do not count.
             is_encoder_decoder: whether logits and labels are at the same places.
+
+        Raises:
+            ValueError: logits and labels have different numbers of rows or tokens.
         """
+        if logits.shape[:-1] != labels.shape:
+            raise ValueError(f"logits are of {tuple(logits.shape[:-1])} tokens, and labels {tuple(labels.shape)}")
         if not is_encoder_decoder:
             logits, labels = logits[:, :-1], labels[:, 1:]
         mask = labels != label_pad_token_id

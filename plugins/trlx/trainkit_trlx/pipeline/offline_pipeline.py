@@ -321,7 +321,13 @@ class ILQLRolloutStorage(BaseRolloutStore):
         names = [about.name for about in fields(self.kind)]
         if len({len(column) for column in columns}) > 1:
             raise ValueError(f"give one list of the same length for each of {', '.join(names)}")
-        vars(self).update(zip(names, columns, strict=True))
+        vars(self).update(zip(names, map(list, columns), strict=True))
+
+    def push(self, exps: Iterable[Any]) -> None:
+        """Add samples."""
+        for each in exps:
+            for about in fields(self.kind):
+                getattr(self, about.name).append(getattr(each, about.name))
 
     def __getitem__(self, index: int) -> Any:
         """Return a sample."""
