@@ -80,7 +80,7 @@ class LengthSampler:
 
 
 def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
-    """Return the mean over the mask; of all entries, or along an axis."""
+    """Return the mean over the mask: of all entries, 0 if it selects none, or along an axis."""
     if axis is None:
         return F.masked_mean(values, mask.bool())
     found: Tensor = (values * mask).sum(axis=axis) / mask.sum(axis=axis)  # type: ignore[call-overload]

@@ -144,10 +144,7 @@ class OfflineTrainer(Calling):
     def _begin(
         self,
         given: Mapping[str, Any],
-        train: Any,
-        held_out: Any = None,
         *,
-        rows: int | None = None,
         changes: Mapping[str, Any] | None = None,
         reference: Any = None,
     ) -> None:
@@ -155,12 +152,11 @@ class OfflineTrainer(Calling):
 
         Args:
             given: the arguments of the trainer.
-            train: the samples.
-            held_out: the held-out samples.
-            rows: how many rows the dataset has, if that is known.
             changes: sections of trainkit's configuration that follow from other arguments.
             reference: the reference model of DPO.
         """
+        train, held_out = self.read(given)
+        rows = self.count(given.get("train_dataset"), train)
         model, tokenizer = given["model"], given["tokenizer"]
         self._callbacks = observing(given.get("callbacks") or ())
         given = {**given, **loading(model, given)}
@@ -302,10 +298,15 @@ class OfflineTrainer(Calling):
         """Return the rows of a dataset as held-out samples of trainkit."""
         return self.samples(dataset)
 
-    def read(self, train: Any, held_out: Any) -> tuple[Any, Any]:
+    def count(self, dataset: Any, samples: Any) -> int | None:
+        """Return how many rows are trained on, of a dataset and its samples; None if that is not known."""
+        return count(dataset)
+
+    def read(self, given: Mapping[str, Any]) -> tuple[Any, Any]:
         """Return both datasets of the constructor as samples of trainkit; None stays None."""
+        train, held_out = given.get("train_dataset"), given.get("eval_dataset")
         several = isinstance(held_out, Mapping)
-        if train is None:
+        if train is None and "train_dataset" in parameters(type(self)):
             log.warning("there is no train_dataset, so train() cannot be called; evaluate() can")
         return None if train is None else self.samples(in_order(train)), (
             Several({name: self.held_out(in_order(each)) for name, each in held_out.items()}) if several
