@@ -20,6 +20,7 @@ from transformers import (
     GPT2Config,
     HfArgumentParser,
     T5Config,
+    Trainer,
     TrainerCallback,
     TrainerState,
     TrainingArguments,
@@ -505,6 +506,23 @@ def test_a_run_resumes_where_it_was_saved(tmp_path: Path) -> None:
     assert again.train(resume_from_checkpoint=True).global_step == 6
     assert len([each for each in again.state.log_history if "loss" in each]) == 6
     assert again.state.log_history[:4] == first.state.log_history[:4]
+
+
+@table("adapter, decayed", [(False, None), (True, ["lora_A", "lora_B"])])
+def test_weight_decay_spares_what_it_spares_in_transformers(adapter: bool, decayed: Any, tmp_path: Path) -> None:
+    model, tokenizer = made()
+    lora = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True) if adapter else None
+    args = arguments(tmp_path, weight_decay=0.1)
+    trainer = DPOTrainer(model, args=args, train_dataset=PAIRS, tokenizer=tokenizer, peft_config=lora)
+    held = {id(each) for group in trainer.optimizer.param_groups if group["weight_decay"] for each in group["params"]}
+    names = {name for name, each in trainer.model.named_parameters() if id(each) in held}
+    if adapter:
+        assert {part for name in names for part in decayed if part in name} == {*decayed}
+        assert len(trainer.optimizer.param_groups) == 1
+    else:
+        every = {name for name, _ in trainer.model.named_parameters()}  # without the head, whose weights are tied
+        assert names == every & {*Trainer.get_decay_parameter_names(None, trainer.model)}  # type: ignore[arg-type]
+        assert 0 < len(names) < len(every)
 
 
 def test_an_optimizer_and_its_schedule_are_stepped(tmp_path: Path) -> None:

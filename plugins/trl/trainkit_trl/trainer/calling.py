@@ -229,8 +229,12 @@ class Calling(Overridable):
         from transformers import Trainer
 
         kind, settings = Trainer.get_optimizer_cls_and_kwargs(self.args, self.model)
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        made: torch.optim.Optimizer = kind([{"params": trained, "weight_decay": self.args.weight_decay}], **settings)
+        decayed = {*Trainer.get_decay_parameter_names(None, self.model)}  # type: ignore[arg-type]
+        parts: dict[bool, list[Tensor]] = {True: [], False: []}
+        for name, parameter in self.model.named_parameters():
+            parts[name in decayed].extend([parameter] if parameter.requires_grad else [])
+        groups = [{"params": parts[one], "weight_decay": self.args.weight_decay * one} for one in parts]
+        made: torch.optim.Optimizer = kind(groups, **settings)
         self.optimizer = made
         return made
 

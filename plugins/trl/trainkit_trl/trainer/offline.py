@@ -127,6 +127,8 @@ def named(metrics: Mapping[str, float], names: Mapping[str, str]) -> dict[str, f
     """Return metrics by the names of transformers and of TRL; those of evaluations begin with ``eval_``."""
     found, known = {}, {**NAMES, **names}
     for name, value in metrics.items():
+        if name.startswith("train/lr/"):  # of the parameters without decay, whose rate is the same
+            continue
         held_out = name.startswith("eval/")
         own = name.removeprefix("eval/")
         found[f"{'eval_' * held_out}{known.get(own, own)}"] = value
@@ -142,11 +144,7 @@ class OfflineTrainer(Calling):
     """``"within"``: samples are truncated by `Truncation`; ``"outside"``: with that field; else as trainkit does."""
 
     def _begin(
-        self,
-        given: Mapping[str, Any],
-        *,
-        changes: Mapping[str, Any] | None = None,
-        reference: Any = None,
+        self, given: Mapping[str, Any], *, changes: Mapping[str, Any] | None = None, reference: Any = None
     ) -> None:
         """Make the trainer of trainkit, and give it the samples.
 
@@ -214,6 +212,8 @@ class OfflineTrainer(Calling):
         settings = {name: value for name, value in given.items() if name not in OBJECTS}
         usual = {name: each.default for name, each in parameters(type(self)).items()}
         config = settled(self.section, self.args, settings, usual, rows, live)
+        if config.optimizer.groups and (self._trains_adapter(given) or "zero" in str(config.train.sharding)):
+            config = config.evolve(optimizer={"groups": []})
         ours = {theirs: name for name, theirs in self.names.items()}
         best = config.train.save_best
         if not isinstance(best, bool) and (own := ours.get(best.metric.removeprefix("eval/"))):
