@@ -107,9 +107,14 @@ def decay(value: Any, context: Context) -> Settings:
     return settings
 
 
-def optimizer(value: Any, _context: Context) -> Settings:
+def optimizer(value: Any, context: Context) -> Settings:
     """Return the name of the optimizer."""
     name = _word(value)
+    if name == "adafactor":
+        context.remarks.append(
+            "torch's Adafactor multiplies the rate by the size of the weights, and that of transformers does not: give "
+            "as an object Adafactor(parameters, lr=..., scale_parameter=False, relative_step=False) of transformers"
+        )
     if name not in (*PLAIN, *OPTIMIZERS):
         raise RefusedError(
             f"given {name!r}; write one of {', '.join((*PLAIN, *OPTIMIZERS))}, or give as an object an optimizer of "

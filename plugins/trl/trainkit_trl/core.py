@@ -117,9 +117,7 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, gather: bool = True) ->
     return F.token_logprobs(logits.flatten(0, -2), labels.flatten()).view_as(labels)
 
 
-def entropy_from_logits(logits: Tensor) -> Tensor:
-    """Return the entropy. [*, V] -> [*]."""
-    return F.entropy_from_logits(logits)
+entropy_from_logits = F.entropy_from_logits
 
 
 def clip_by_value(x: Tensor, tensor_min: Any, tensor_max: Any) -> Tensor:

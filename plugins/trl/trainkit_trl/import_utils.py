@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from importlib.util import find_spec
 
 import torch
@@ -18,10 +18,7 @@ def _has(package: str) -> bool:
 
 
 def _is_newer(package: str, than: str) -> bool:
-    try:
-        return Version(version(package)) >= Version(than)
-    except PackageNotFoundError:
-        return False
+    return Version(version(package)) >= Version(than)
 
 
 is_peft_available = partial(_has, "peft")

@@ -226,6 +226,10 @@ class Calling(Overridable):
 
     def create_optimizer(self) -> torch.optim.Optimizer:
         """Return a new optimizer of ``args``, for subclasses that change it or return another."""
+        self.optimizer = made = self._usual_optimizer()
+        return made
+
+    def _usual_optimizer(self) -> torch.optim.Optimizer:
         from transformers import Trainer
 
         kind, settings = Trainer.get_optimizer_cls_and_kwargs(self.args, self.model)
@@ -234,9 +238,7 @@ class Calling(Overridable):
         for name, parameter in self.model.named_parameters():
             parts[name in decayed].extend([parameter] if parameter.requires_grad else [])
         groups = [{"params": parts[one], "weight_decay": self.args.weight_decay * one} for one in parts]
-        made: torch.optim.Optimizer = kind(groups, **settings)
-        self.optimizer = made
-        return made
+        return kind(groups, **settings)  # type: ignore[no-any-return]
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Return a new schedule of ``args``, for subclasses that return another."""
@@ -256,6 +258,8 @@ class Calling(Overridable):
         found: dict[str, Any] = {}
         if self.overrides("create_optimizer"):
             found["optimizer"] = lambda _: self._made("optimizer", self.create_optimizer())
+        elif self.args.optim == "adafactor":  # that of torch has other rates
+            found["optimizer"] = lambda _: self._usual_optimizer()
         if self.overrides("create_scheduler"):
             found["scheduler"] = lambda optimizer: self._made(
                 "lr_scheduler", self.create_scheduler(self.trainer.total_steps, optimizer)

@@ -642,7 +642,8 @@ def settled(
     of_trainer = _telling(section, given, {name: usual.get(name) for name in given})
     table, plain = framework("trl").settings, type(args)(output_dir=args.output_dir)
     known = [name for name in (*(field.name for field in fields(TrainingArguments)), *OLD) if hasattr(args, name)]
-    values, unset = ({name: _plain(getattr(each, name)) for name in known} for each in (args, plain))
+    read = [name for name in known if name != "optim" or "optimizer" not in live]
+    values, unset = ({name: _plain(getattr(each, name)) for name in read} for each in (args, plain))
     sections = {"TrainingArguments": _telling("TrainingArguments", values, unset), section: of_trainer}
     own = [field.name for field in fields(args) if field.name not in known]
     if home := next((cls.__name__ for cls in type(args).__mro__ if f"{cls.__name__}.max_length" in table), None):

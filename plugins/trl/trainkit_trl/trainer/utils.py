@@ -239,9 +239,7 @@ class RichProgressCallback(TrainerCallback):
         log.warning("RichProgressCallback has no effect: progress is shown and logged by train.trackers")
 
 
-def disable_dropout_in_model(model: torch.nn.Module) -> None:
-    """Set every dropout probability to 0."""
-    disable_dropout(model)
+disable_dropout_in_model = disable_dropout
 
 
 def pad_to_length(tensor: Tensor, length: int, pad_value: int | float, dim: int = -1) -> Tensor:
