@@ -305,13 +305,12 @@ class OfflineTrainer(Calling):
     def read(self, given: Mapping[str, Any]) -> tuple[Any, Any]:
         """Return both datasets of the constructor as samples of trainkit; None stays None."""
         train, held_out = given.get("train_dataset"), given.get("eval_dataset")
-        several = isinstance(held_out, Mapping)
         if train is None and "train_dataset" in parameters(type(self)):
             log.warning("there is no train_dataset, so train() cannot be called; evaluate() can")
-        return None if train is None else self.samples(in_order(train)), (
-            Several({name: self.held_out(in_order(each)) for name, each in held_out.items()}) if several
-            else None if held_out is None else self.held_out(in_order(held_out))
-        )  # fmt: skip
+        rows = None if train is None else self.samples(in_order(train))
+        if isinstance(held_out, Mapping):
+            return rows, Several({name: self.held_out(in_order(each)) for name, each in held_out.items()})
+        return rows, None if held_out is None else self.held_out(in_order(held_out))
 
     @property
     def model(self) -> Any:
