@@ -109,7 +109,9 @@ class ModelConfig(Section):
     @field_validator("peft_config", mode="before")
     @classmethod
     def _peft_fields(cls, value: Any) -> Any:
-        return _peft_fields(value) if hasattr(value, "peft_type") and hasattr(value, "to_dict") else value
+        if hasattr(value, "peft_type") and hasattr(value, "to_dict"):
+            return _peft_fields(value)
+        return _plain(value) if isinstance(value, Mapping) else value
 
     @field_validator("peft_config")
     @classmethod
@@ -484,7 +486,12 @@ def _peft_fields(config: Any) -> Plain:
     """Return the fields of a peft config object that differ from its class's defaults, as plain data."""
     default = type(config)().to_dict()
     changed = {key: value for key, value in config.to_dict().items() if value != default.get(key)}
-    plain: Plain = {"peft_type": str(getattr(config.peft_type, "value", config.peft_type))}
-    for key, value in changed.items():
-        plain[key] = sorted(value) if isinstance(value, set | frozenset) else getattr(value, "value", value)
-    return plain
+    return _plain({"peft_type": config.peft_type, **changed})
+
+
+def _plain(fields: Mapping[str, Any]) -> Plain:
+    """Return the fields of a peft config as plain data: lists for sets, and the values of enumerations."""
+    return {
+        key: sorted(value) if isinstance(value, set | frozenset) else getattr(value, "value", value)
+        for key, value in fields.items()
+    }

@@ -383,6 +383,17 @@ def test_settings_and_functions_that_a_table_names_exist(name: str) -> None:
         ({"SFTConfig": {"optim": "sgd", "adam_epsilon": 1e-6}}, {"optimizer.name": "sgd", "optimizer.kwargs": {}}),
         ({"SFTConfig": {"lr_scheduler_type": "constant", "warmup_steps": 5}}, {"scheduler.warmup_steps": 0}),
         ({"SFTConfig": {"save_strategy": "steps", "save_steps": 7}}, {"train.save_interval": 7}),
+        (
+            {"SFTConfig": {"weight_decay": 0.1}},
+            {
+                "optimizer.weight_decay": 0.1,
+                "optimizer.groups": [{"match": r"bias|(?i:norm)|\bln_", "weight_decay": 0.0}],
+            },
+        ),
+        (
+            {"SFTConfig": {"weight_decay": 0.1, "deepspeed": {"zero_optimization": {"stage": 2}}}},
+            {"optimizer.weight_decay": 0.1, "optimizer.groups": []},
+        ),
         ({"SFTConfig": {"save_steps": 0.5, "max_steps": 9}}, {"train.save_interval": 5}),
         (
             {"SFTConfig": {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -109,6 +110,14 @@ def test_importing_a_name_that_an_adapter_lacks_says_what_to_do(module: str, nam
     with pytest.raises(AttributeError, match=f"{module} has no '{name}': .*{said}"):
         getattr(found, name)
     assert getattr(found, name, None) is None
+
+
+@table("path, name", [each for each in framework("trl").names.items() if each[1].kind != "mapped"])
+def test_every_name_that_the_adapter_of_trl_lacks_says_what_to_use(path: str, name: Name) -> None:
+    """Of modules, of names in them, and of attributes of classes, also when they are read of the class."""
+    place, _, last = path.replace("trl", "trainkit_trl", 1).rpartition(".")
+    with pytest.raises((ImportError, AttributeError), match=re.escape(name.text)):
+        getattr(resolve(place), last)
 
 
 MODULES = sorted({path.rpartition(".")[0] for path, _ in names("mapped") if path.startswith("trl.")})

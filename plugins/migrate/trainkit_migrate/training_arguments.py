@@ -97,9 +97,24 @@ def adam(_value: Any, context: Context) -> Settings:
     return {"optimizer.kwargs": {"betas": rates, "eps": given(context, "adam_epsilon", 1e-8)}}
 
 
-def optimizer(value: Any, _context: Context) -> Settings:
+def decay(value: Any, context: Context) -> Settings:
+    """Return the decay of weights; biases and norms have none, as in transformers, unless an adapter is trained."""
+    settings: Settings = {"optimizer.weight_decay": value}
+    if value and given(context, "deepspeed"):
+        context.remarks.append("with DeepSpeed it acts on biases and norms too, which transformers leaves out")
+    elif value and not any(given(context, name) for name in ("peft_config", "use_peft", "adapter")):
+        settings["optimizer.groups"] = [{"match": r"bias|(?i:norm)|\bln_", "weight_decay": 0.0}]
+    return settings
+
+
+def optimizer(value: Any, context: Context) -> Settings:
     """Return the name of the optimizer."""
     name = _word(value)
+    if name == "adafactor":
+        context.remarks.append(
+            "torch's Adafactor multiplies the rate by the size of the weights, and that of transformers does not: give "
+            "as an object Adafactor(parameters, lr=..., scale_parameter=False, relative_step=False) of transformers"
+        )
     if name not in (*PLAIN, *OPTIMIZERS):
         raise RefusedError(
             f"given {name!r}; write one of {', '.join((*PLAIN, *OPTIMIZERS))}, or give as an object an optimizer of "

@@ -16,9 +16,12 @@ from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_llama
 from trainkit_trl import (
     AutoModelForCausalLMWithValueHead,
     DataCollatorForCompletionOnlyLM,
+    DpoScriptArguments,
     DPOTrainer,
     IterativeSFTTrainer,
+    KTOConfig,
     LengthSampler,
+    ModelConfig,
     PPOConfig,
     PPOTrainer,
     RewardTrainer,
@@ -141,6 +144,10 @@ BAD: list[tuple[str, Callable[[], Any], str]] = [
     ("an unknown setting", lambda: PPOConfig(foo=1), r"PPOConfig takes no foo. It takes: exp_name, seed, "),  # type: ignore[call-arg]
     ("text for a number", lambda: PPOConfig(batch_size="8"), r"batch_size of PPOConfig should be an integer"),  # type: ignore[arg-type]
     ("a switch", lambda: PPOConfig(early_stopping=1), r"early_stopping of PPOConfig should be True or False; given 1"),  # type: ignore[arg-type]
+    ("a setting of later versions", lambda: KTOConfig("out", loss_type="kto"), r"KTOConfig takes no loss_type. It"),  # type: ignore[call-arg]
+    ("a rank that is text", lambda: ModelConfig(lora_r="8"), r"lora_r of ModelConfig should be an integer or None"),  # type: ignore[arg-type]
+    ("no setting of a model", lambda: ModelConfig(loras=8), r"ModelConfig takes no loras; did you mean 'lora_r'\?"),  # type: ignore[call-arg]
+    ("no argument of a script", lambda: DpoScriptArguments(betas=1), r"DpoScriptArguments takes no betas; did you"),  # type: ignore[call-arg]
     ("no rows in a pass", lambda: PPOConfig(mini_batch_size=0), r"mini_batch_size should be 1 at least; given 0"),
     ("layers beyond the model", lambda: ppo(num_shared_layers=3), r"num_shared_layers should be from 0 to 2, "),
     ("queries as lists", lambda: ppo().generate([[1, 2]]), r"Elements in query_tensor must be tensors - got"),

@@ -541,7 +541,7 @@ def test_methods_that_are_not_called_cannot_be_overridden(name: str) -> None:
 
 def test_attributes_that_are_not_there_say_what_to_use(tmp_path: Path) -> None:
     trainer = made(tmp_path)
-    with pytest.raises(AttributeError, match=r"'DDPOTrainer' object has no attribute 'executor': compute_rew"):
+    with pytest.raises(AttributeError, match=r"DDPOTrainer has no attribute 'executor': compute_rew"):
         trainer.executor  # noqa: B018
     with pytest.raises(AttributeError, match=r"no attribute '_generate_samples': subclass trainkit_ddpo.ImagePipeline"):
         trainer._generate_samples()

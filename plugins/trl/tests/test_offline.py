@@ -14,12 +14,14 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import (
+    Adafactor,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     GPT2Config,
     HfArgumentParser,
     T5Config,
+    Trainer,
     TrainerCallback,
     TrainerState,
     TrainingArguments,
@@ -209,6 +211,8 @@ def test_concatenated_inputs_are_padded_to_the_longer_side() -> None:
     assert found["concatenated_input_ids"].tolist() == [[1, 2, 3], [1, 4, 9]]
     assert found["concatenated_labels"].tolist() == [[-100, 2, 3], [-100, 4, -100]]
     # logits of 0 over 5 tokens: log(1/5) each, two labels and one
+    with pytest.raises(ValueError, match=r"logits are of \(2, 4\) tokens, and labels \(2, 3\)"):
+        DPOTrainer.get_batch_logps(torch.zeros(2, 4, 5), found["concatenated_labels"])
     logps = DPOTrainer.get_batch_logps(torch.zeros(2, 3, 5), found["concatenated_labels"])
     torch.testing.assert_close(logps, torch.tensor([2.0, 1.0]) * -1.609438)
 
@@ -309,6 +313,20 @@ def test_a_dataset_may_be_without_end(cls: Any, kind: Any, row: Any, given: Any,
     assert cls(model, args=arguments(tmp_path, kind), **data, **given).train().global_step == 4
     with pytest.raises(ValueError, match="a stream, whose length is not known; set max_steps in args"):
         cls(model, args=arguments(tmp_path, kind, max_steps=-1), **data, **given)
+
+
+def test_a_dataset_of_torch_has_rows_by_their_indices(tmp_path: Path) -> None:
+    class Rows(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> dict[str, list[int]]:
+            return {"input_ids": [1, 2, 3 + index]}
+
+    model, tokenizer = made()
+    trainer = SFTTrainer(model, arguments(tmp_path, max_steps=1), train_dataset=Rows(), tokenizer=tokenizer)
+    assert [row["input_ids"] for row in trainer.trainer.pipeline.rows] == [[1, 2, 3], [1, 2, 4]]
+    assert trainer.evaluate(Rows())["eval_loss"] > 0
 
 
 def test_special_tokens_of_texts_are_those_of_dataset_kwargs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -487,7 +505,25 @@ def test_a_run_resumes_where_it_was_saved(tmp_path: Path) -> None:
     again = DPOTrainer(model, args=longer, train_dataset=PAIRS, tokenizer=tokenizer)
     again.trainer.run.allow_drift = True
     assert again.train(resume_from_checkpoint=True).global_step == 6
-    assert len([each for each in again.state.log_history if "loss" in each]) == 2
+    assert len([each for each in again.state.log_history if "loss" in each]) == 6
+    assert again.state.log_history[:4] == first.state.log_history[:4]
+
+
+@table("adapter, decayed", [(False, None), (True, ["lora_A", "lora_B"])])
+def test_weight_decay_spares_what_it_spares_in_transformers(adapter: bool, decayed: Any, tmp_path: Path) -> None:
+    model, tokenizer = made()
+    lora = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True) if adapter else None
+    args = arguments(tmp_path, weight_decay=0.1)
+    trainer = DPOTrainer(model, args=args, train_dataset=PAIRS, tokenizer=tokenizer, peft_config=lora)
+    held = {id(each) for group in trainer.optimizer.param_groups if group["weight_decay"] for each in group["params"]}
+    names = {name for name, each in trainer.model.named_parameters() if id(each) in held}
+    if adapter:
+        assert {part for name in names for part in decayed if part in name} == {*decayed}
+        assert len(trainer.optimizer.param_groups) == 1
+    else:
+        every = {name for name, _ in trainer.model.named_parameters()}  # without the head, whose weights are tied
+        assert names == every & {*Trainer.get_decay_parameter_names(None, trainer.model)}  # type: ignore[arg-type]
+        assert 0 < len(names) < len(every)
 
 
 def test_an_optimizer_and_its_schedule_are_stepped(tmp_path: Path) -> None:
@@ -503,13 +539,14 @@ def test_an_optimizer_and_its_schedule_are_stepped(tmp_path: Path) -> None:
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
 
 
-@table("optim, name", [("adafactor", "adafactor"), ("sgd", "sgd"), ("adamw_torch", "adamw")])
-def test_optimizers_are_named(optim: str, name: str, tmp_path: Path) -> None:
+@table("optim, name", [("adafactor", "Adafactor"), ("sgd", "SGD"), ("adamw_torch", "AdamW")])
+def test_optimizers_are_those_of_transformers(optim: str, name: str, tmp_path: Path) -> None:
     model, tokenizer = made()
     args = arguments(tmp_path, max_steps=2, optim=optim, lr_scheduler_type="cosine_with_restarts")
     data = Dataset.from_dict({"text": ["ab", "cd"]})
     trainer = SFTTrainer(model, args, train_dataset=data, tokenizer=tokenizer, dataset_text_field="text")
-    assert trainer.trainer.config.optimizer.name == name
+    inner = trainer.optimizer.optimizer
+    assert (type(inner).__name__, isinstance(inner, Adafactor)) == (name, optim == "adafactor")
     assert trainer.trainer.config.scheduler.name == "cosine_with_restarts"
     trainer.train()
 
@@ -724,8 +761,11 @@ def test_attributes_that_are_not_there_say_what_there_is(tmp_path: Path) -> None
         ("quite_something", "it has add_callback, compute_loss, concatenated_forward, "),
     ):
         assert not hasattr(trainer, name)
-        with pytest.raises(AttributeError, match=rf"'DPOTrainer' object has no attribute '{name}': {re.escape(said)}"):
+        with pytest.raises(AttributeError, match=rf"DPOTrainer has no attribute '{name}': {re.escape(said)}"):
             getattr(trainer, name)
+    for name, said in (("kto_loss", "override loss of trainkit_kto"), ("tokenize_row", "trainkit makes the batches")):
+        with pytest.raises(AttributeError, match=rf"KTOTrainer has no attribute '{name}': {said}"):
+            getattr(KTOTrainer, name)
 
 
 def test_the_display_of_progress_is_a_callback_of_transformers(caplog: pytest.LogCaptureFixture) -> None:

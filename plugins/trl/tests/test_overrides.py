@@ -153,6 +153,17 @@ def test_the_loss_of_dpo_is_that_of_an_overridden_dpo_loss(tmp_path: Path) -> No
     assert line["rewards/chosen"] == pytest.approx(line["logps/chosen"])
 
 
+def test_a_column_that_batches_lack_is_told(tmp_path: Path) -> None:
+    class Weighted(DPOTrainer):
+        def get_batch_loss_metrics(self, model: Any, batch: Any, train_eval: Any = "train") -> Any:
+            loss, metrics = super().get_batch_loss_metrics(model, batch, train_eval)
+            return (loss * batch["weight"]).mean(), metrics
+
+    trainer = made(Weighted, tmp_path, train_dataset=[{**pair, "weight": 2.0} for pair in PAIRS])
+    with pytest.raises(ConfigError, match=r"a batch has no 'weight'; it has chosen_input_ids, .* decode its ids"):
+        trainer.train()
+
+
 def test_log_of_a_subclass_gets_and_changes_what_is_logged(tmp_path: Path) -> None:
     class Own(SFTTrainer):
         def log(self, logs: Any) -> None:

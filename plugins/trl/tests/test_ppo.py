@@ -303,7 +303,7 @@ def test_what_trl_checks_is_checked(
     with pytest.raises(ValueError, match="push_to_hub_if_best_kwargs has no repo_id"):
         PPOConfig(push_to_hub_if_best_kwargs={"private": True})
     assert (trainer.is_distributed, len(trainer.model_params), trainer.running.mean) == (False, 30, 0.0)
-    with pytest.raises(AttributeError, match=r"'PPOTrainer' object has no attribute 'current_step': use trainer"):
+    with pytest.raises(AttributeError, match=r"PPOTrainer has no attribute 'current_step': use trainer"):
         trainer.current_step  # noqa: B018
     with pytest.raises(ConfigError, match="PPOTrainer is not loaded from a directory; load the model from it"):
         PPOTrainer.from_pretrained("tuned")

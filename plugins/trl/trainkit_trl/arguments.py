@@ -48,6 +48,8 @@ def fault(value: Any, hint: Any) -> str:
     plain = [typing.get_origin(kind) or kind for kind in kinds]
     if any(kind is typing.Literal for kind in plain) or (value is None and NoneType in plain):
         return ""  # the choices are checked where they are used
+    if isinstance(value, str) and list[str] in kinds:  # one text stands for a list of it, as all-linear
+        return ""
     if bool in plain:
         return "" if isinstance(value, bool) else "True or False"
     wanted = [KINDS[kind] for kind in plain if kind in KINDS]

@@ -80,7 +80,7 @@ class LengthSampler:
 
 
 def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
-    """Return the mean over the mask; of all entries, or along an axis."""
+    """Return the mean over the mask: of all entries, 0 if it selects none, or along an axis."""
     if axis is None:
         return F.masked_mean(values, mask.bool())
     found: Tensor = (values * mask).sum(axis=axis) / mask.sum(axis=axis)  # type: ignore[call-overload]
@@ -117,9 +117,7 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, gather: bool = True) ->
     return F.token_logprobs(logits.flatten(0, -2), labels.flatten()).view_as(labels)
 
 
-def entropy_from_logits(logits: Tensor) -> Tensor:
-    """Return the entropy. [*, V] -> [*]."""
-    return F.entropy_from_logits(logits)
+entropy_from_logits = F.entropy_from_logits
 
 
 def clip_by_value(x: Tensor, tensor_min: Any, tensor_max: Any) -> Tensor:

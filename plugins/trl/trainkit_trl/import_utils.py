@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial
+from importlib.metadata import version
 from importlib.util import find_spec
 
 import torch
@@ -17,65 +18,24 @@ def _has(package: str) -> bool:
 
 
 def _is_newer(package: str, than: str) -> bool:
-    try:
-        return Version(version(package)) >= Version(than)
-    except PackageNotFoundError:
-        return False
+    return Version(version(package)) >= Version(than)
 
 
-def is_peft_available() -> bool:
-    """Return whether peft is installed."""
-    return _has("peft")
-
-
-def is_unsloth_available() -> bool:
-    """Return whether unsloth is installed."""
-    return _has("unsloth")
-
-
-def is_diffusers_available() -> bool:
-    """Return whether diffusers is installed."""
-    return _has("diffusers")
-
-
-def is_bitsandbytes_available() -> bool:
-    """Return whether bitsandbytes is installed."""
-    return _has("bitsandbytes")
-
-
-def is_torchvision_available() -> bool:
-    """Return whether torchvision is installed."""
-    return _has("torchvision")
-
-
-def is_rich_available() -> bool:
-    """Return whether rich is installed."""
-    return _has("rich")
-
-
-def is_pil_available() -> bool:
-    """Return whether Pillow is installed."""
-    return _has("PIL")
-
-
-def is_wandb_available() -> bool:
-    """Return whether wandb is installed."""
-    return _has("wandb")
-
-
-def is_accelerate_greater_20_0() -> bool:
-    """Return whether accelerate is 0.20.0 or newer."""
-    return _is_newer("accelerate", "0.20.0")
+is_peft_available = partial(_has, "peft")
+is_unsloth_available = partial(_has, "unsloth")
+is_diffusers_available = partial(_has, "diffusers")
+is_bitsandbytes_available = partial(_has, "bitsandbytes")
+is_torchvision_available = partial(_has, "torchvision")
+is_rich_available = partial(_has, "rich")
+is_pil_available = partial(_has, "PIL")
+is_wandb_available = partial(_has, "wandb")
+is_accelerate_greater_20_0 = partial(_is_newer, "accelerate", "0.20.0")
+is_torch_greater_2_0 = partial(_is_newer, "torch", "2.0")
 
 
 def is_transformers_greater_than(current_version: str) -> bool:
     """Return whether transformers is newer than a version."""
     return Version(transformers.__version__) > Version(current_version)
-
-
-def is_torch_greater_2_0() -> bool:
-    """Return whether torch is 2.0 or newer."""
-    return Version(torch.__version__) >= Version("2.0")
 
 
 def is_xpu_available() -> bool:

@@ -12,7 +12,24 @@ from trainkit_migrate import framework, instead
 ADAPTER = __name__.partition(".")[0]
 
 
-class Overridable:
+class Advising(type):
+    """A class that says what to use instead of attributes of TRL's class that it lacks."""
+
+    absent: Mapping[str, str] = {}
+    not_called: Mapping[str, str] = {}
+
+    def __getattr__(cls, name: str) -> Any:
+        raise lacking(cls, name, _said(cls, name))
+
+
+class Advised(metaclass=Advising):
+    """What says so of its objects too."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise lacking(type(self), name)
+
+
+class Overridable(metaclass=Advising):
     """A trainer whose methods can be overridden, in a subclass, a class or an object: they are called, or refused.
 
     Raises:
@@ -63,7 +80,7 @@ class Overridable:
 
     def __getattr__(self, name: str) -> Any:
         own = vars(self).get("trainer")
-        said = self.absent.get(name) or self.not_called.get(name)
+        said = _said(type(self), name)
         there = own is not None and not name.startswith("_") and hasattr(own, name)
         raise lacking(type(self), name, said or (f"trainer.trainer.{name} is it" if there else ""))
 
@@ -104,6 +121,11 @@ def overridden(made: Any, *names: str) -> list[str]:
     return [name for name in names if name in vars(made) or _is_foreign(type(made), name)]
 
 
+def _said(cls: Any, name: str) -> str:
+    """Return what a class of trainers says of an attribute that it lacks; empty if it says nothing."""
+    return "" if name.startswith("__") else cls.absent.get(name) or cls.not_called.get(name) or ""
+
+
 def lacking(cls: type, name: str, said: str = "") -> AttributeError:
     """Return the error for an attribute of TRL's class that the adapter's lacks, with what to use instead.
 
@@ -113,7 +135,7 @@ def lacking(cls: type, name: str, said: str = "") -> AttributeError:
         said: what to use instead; empty: what the table of names says.
     """
     told = said or in_table(cls, name) or _nearest(cls, name)
-    return AttributeError(f"{cls.__name__!r} object has no attribute {name!r}: {told}")
+    return AttributeError(f"{cls.__name__} has no attribute {name!r}: {told}")
 
 
 def in_table(cls: type, name: str) -> str:

@@ -446,7 +446,7 @@ def test_stores_give_padded_batches() -> None:
 def test_samples_of_ilql_have_their_reward_on_the_last_action() -> None:
     tokenizer = character_tokenizer("abcdefgh")
     store = make_experience([["ab", "cd", "e", "f"], ["a", "b"]], [3.0, 1.0], tokenizer, verbose=False)
-    first, second = store.history
+    first, second = store
     assert tokenizer.decode(first.input_ids) == f"abcdef{tokenizer.eos_token}"
     assert first.actions_ixs.tolist() == [1, 2, 4, 5]  # before c, d, f and EOS
     assert (first.states_ixs.tolist(), first.dones.tolist()) == ([1, 2, 4, 5, 6], [1, 1, 1, 1, 0])

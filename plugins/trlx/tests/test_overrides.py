@@ -397,7 +397,7 @@ def test_samples_of_a_store_of_ones_own_are_those_of_its_loader(
         def make_experience(self, samples: Any, *args: Any) -> None:
             super().make_experience(samples, *args)
             made = Half([], self.tokenizer) if offline else Half(*[[]] * 6)
-            made.history = self.store.history
+            vars(made).update(vars(self.store))
             self.store = made
 
     made = Mine(small(default, train={"epochs": 1, "total_steps": 100}))
@@ -410,14 +410,24 @@ def test_rewards_of_a_store_are_trained_on_as_they_are() -> None:
     """Those of each token, and without normalising them again; changes within the store count."""
     trainer = AccelerateILQLTrainer(small(default_ilql_config, train={"minibatch_size": None}))
     trainer.make_experience(DIALOGUES[:4], [0.0, 1.0] * 2, 16)
-    for item in trainer.store.history:
-        item.rewards = torch.arange(len(item.rewards)) + 2.0
+    store = trainer.store
+    store.rewards = [torch.arange(len(each)) + 2.0 for each in store.rewards]
     seen: list[Any] = []
     trainer.loss = lambda batch: (seen.append(batch), AccelerateILQLTrainer.loss(trainer, batch))[1]
     trainer.learn()
     real = seen[0].dones[:, :-1].bool()
     expected = (torch.arange(real.shape[1]) + 2.0).expand_as(seen[0].rewards)
     assert torch.equal(seen[0].rewards[real], expected[real])
+
+
+def test_a_store_that_is_none_is_refused() -> None:
+    trainer = AccelerateILQLTrainer(small(default_ilql_config))
+    trainer.store = ["a"]
+    with pytest.raises(DataError, match=r"given \['a'\] \(list\); it has no create_loader: derive it from BaseRoll"):
+        trainer.learn()
+    store = ILQLRolloutStorage(*[[torch.ones(2)]] * 6)
+    store.push([store[0]])
+    assert (len(store), len(store.dones)) == (2, 2)  # type: ignore[attr-defined]
 
 
 def test_a_loader_without_end_is_refused() -> None:

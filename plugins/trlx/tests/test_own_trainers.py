@@ -183,7 +183,9 @@ def test_batches_of_ilql_have_the_decoder_inputs_of_an_encoder_decoder() -> None
     batch = engine.as_trlx(engine.make_experience(engine.pipeline.take(0, 4)))
     again = engine.as_trlx(engine.from_trlx(batch))
     assert all(torch.equal(getattr(again, name), value) for name, value in vars(batch).items())
-    with pytest.raises(ConfigError, match="the model is an encoder-decoder; give its samples as text"):
+    with pytest.raises(
+        ConfigError, match="samples of an encoder-decoder are not kept as token ids; override make_experience"
+    ):
         _ = same.store
 
 
@@ -366,7 +368,7 @@ def test_samples_that_are_pushed_to_the_store_are_trained_on(
     trainer.make_experience(DIALOGUES, *([[0.0, 1.0] * 8] if default is default_ilql_config else []), 3)
     longest = max(len(item["input_ids"] if default is default_sft_config else item.input_ids) for item in trainer.store)
     assert (len(trainer.store), longest) == (16, 3)  # cut from 4 tokens, EOS included
-    trainer.push_to_store(trainer.store.history[:4])
+    trainer.push_to_store([*trainer.store][:4])
     trainer.learn()
     assert trainer.iter_count == 5
 

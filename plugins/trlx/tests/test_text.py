@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -161,6 +162,17 @@ def test_samples_of_an_encoder_decoder_have_a_separator(tmp_path: Path) -> None:
     assert (ids.shape, ids[0, 0].item()) == ((1, 3), 0)  # the token that its decoder starts with
     samples, prompts, outputs = trainer.decode(asked.input_ids, ids[:, 1:])
     assert samples == [f"{prompts[0]}<sep>{outputs[0]}"]
+
+
+@table("score", [[0.5], torch.tensor([0.5]), np.array([0.5]), torch.tensor(0.5)])
+def test_a_list_of_one_number_scores_a_whole_response(score: Any, tmp_path: Path) -> None:
+    config = small(default_ppo_config, tmp_path, method={"init_kl_coef": 0.0})
+    trainer = AcceleratePPOTrainer(config, reward_fn=lambda samples: [score] * len(samples))
+    trainer.add_prompt_pipeline(["b", "c"])
+    trainer.make_experience(4)
+    assert [each.rewards.tolist() for each in trainer.store] == [
+        [0.0] * (len(each.rewards) - 1) + [0.5] for each in trainer.store
+    ]
 
 
 @table("side", ["left", "right"])

@@ -29,7 +29,7 @@ def replaced(owner: Any, names: Iterable[str] | None = None) -> list[str]:
         owner: a class that derives from one of this package, or an object of it.
         names: their names; None: all public ones besides those that make objects.
     """
-    cls, own = (owner, {}) if isinstance(owner, type) else (type(owner), vars(owner))
+    cls, own = (owner, {}) if isinstance(owner, type) else (type(owner), getattr(owner, "__dict__", {}))
     first = _FIRST.get(own_class(cls), {})
     if names is None:
         names = [name for name, value in first.items() if inspect.isfunction(value) and not name.startswith("_")]

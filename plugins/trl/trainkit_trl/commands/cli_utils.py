@@ -16,6 +16,8 @@ from transformers import HfArgumentParser
 
 from trainkit.errors import ConfigError
 from trainkit_migrate import refusing
+from trainkit_trl.arguments import checked
+from trainkit_trl.overriding import Advised
 
 
 def init_zero_verbose() -> None:
@@ -25,6 +27,7 @@ def init_zero_verbose() -> None:
     warnings.simplefilter("default")
 
 
+@checked
 @dataclass
 class SftScriptArguments:
     """Arguments of TRL's script for SFT."""
@@ -39,6 +42,7 @@ class SftScriptArguments:
     gradient_checkpointing_use_reentrant: bool = False
 
 
+@checked
 @dataclass
 class DpoScriptArguments:
     """Arguments of TRL's script for DPO."""
@@ -55,7 +59,7 @@ class DpoScriptArguments:
     gradient_checkpointing_use_reentrant: bool = False
 
 
-class TrlParser(HfArgumentParser):
+class TrlParser(Advised, HfArgumentParser):
     """Reads dataclasses from the command line, and what is not given there from the YAML file of ``--config``.
 
     ``env`` in the file is a mapping of environment variables, which are set.

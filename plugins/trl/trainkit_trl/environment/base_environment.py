@@ -12,6 +12,7 @@ from transformers import StoppingCriteria
 
 from trainkit.errors import DataError, describe
 from trainkit_migrate import refusing
+from trainkit_trl.overriding import Advised
 
 
 class StringStoppingCriteria(StoppingCriteria):
@@ -40,7 +41,7 @@ class StringStoppingCriteria(StoppingCriteria):
         return all(done)
 
 
-class TextHistory:
+class TextHistory(Advised):
     """The texts of an episode and their token ids, one segment after another.
 
     Args:
@@ -98,7 +99,7 @@ class TextHistory:
             print(f"[reward] {self.reward}")
 
 
-class TextEnvironment:
+class TextEnvironment(Advised):
     """Episodes in which a model calls tools and submits an answer.
 
     The model writes ``<request><Tool>query<call>``, and the result follows, with ``<response>`` at its end. It ends

@@ -13,9 +13,10 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from trainkit_migrate import refusing
 from trainkit_trl.core import set_seed
 from trainkit_trl.models import SUPPORTED_ARCHITECTURES
+from trainkit_trl.overriding import Advised
 
 
-class BestOfNSampler:
+class BestOfNSampler(Advised):
     """Samples several responses to each prompt, and returns those with the highest scores.
 
     Args:

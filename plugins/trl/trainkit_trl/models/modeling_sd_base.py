@@ -14,7 +14,7 @@ from transformers.utils.hub import cached_file
 from trainkit_ddpo import ddim_mean, gaussian_logprob
 from trainkit_migrate import refusing
 from trainkit_trl.arguments import refuse_unknown
-from trainkit_trl.overriding import lacking
+from trainkit_trl.overriding import Advising, lacking
 
 PARTS = ("sd_pipeline", "unet", "vae", "tokenizer", "scheduler", "text_encoder")
 LORA_WEIGHTS, EXPORTED = "pytorch_lora_weights.safetensors", "trainkit.json"
@@ -42,7 +42,7 @@ class DDPOSchedulerOutput:
     """Their log-probabilities [B]."""
 
 
-class DDPOStableDiffusionPipeline:
+class DDPOStableDiffusionPipeline(metaclass=Advising):
     """A pipeline that `DDPOTrainer` trains: ``sd_pipeline``, an object of diffusers.
 
     For models that diffusers does not have, subclass `trainkit_ddpo.ImagePipeline`, and give the object to

@@ -50,6 +50,8 @@ class BaseTrainer(Overridable):
         self._save_pretrained(save_directory)
 
     def _save_pretrained(self, save_directory: Any) -> None:
+        if "trainer" not in vars(self):
+            raise NotImplementedError(f"{type(self).__name__} should implement _save_pretrained")
         self.trainer.save_pretrained(save_directory)
         if self.overrides("create_model_card") and self.trainer.accelerator.is_main_process:
             self.create_model_card(save_directory)

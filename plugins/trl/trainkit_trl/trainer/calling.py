@@ -98,6 +98,16 @@ OF_ARGUMENTS = (
 """Attributes that trainers of TRL have of their arguments."""
 
 
+class Inputs(dict[str, Any]):
+    """The inputs of `compute_loss`, which say what they have if something else is read."""
+
+    def __missing__(self, name: str) -> None:
+        raise ConfigError(
+            f"a batch has no {name!r}; it has {', '.join(self)}, and no further columns of the dataset: decode its "
+            "ids, or write a trainer of trainkit, whose attribute columns names what its rows keep"
+        )
+
+
 class Calling(Overridable):
     """A trainer of transformers, whose methods that a script overrides are called, or refused."""
 
@@ -148,7 +158,7 @@ class Calling(Overridable):
 
     def called_loss(self, batch: Any) -> tuple[Tensor, Metrics]:
         """Return the loss of `compute_loss`, in evaluations that of `prediction_step`, with what they store."""
-        model, inputs, self._stored = self.trainer.models.unwrapped.model, self.inputs_of(batch), {}
+        model, inputs, self._stored = self.trainer.models.unwrapped.model, Inputs(self.inputs_of(batch)), {}
         if torch.is_grad_enabled():
             loss = self.compute_loss(model, inputs)
         else:
@@ -216,13 +226,19 @@ class Calling(Overridable):
 
     def create_optimizer(self) -> torch.optim.Optimizer:
         """Return a new optimizer of ``args``, for subclasses that change it or return another."""
+        self.optimizer = made = self._usual_optimizer()
+        return made
+
+    def _usual_optimizer(self) -> torch.optim.Optimizer:
         from transformers import Trainer
 
         kind, settings = Trainer.get_optimizer_cls_and_kwargs(self.args, self.model)
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        made: torch.optim.Optimizer = kind([{"params": trained, "weight_decay": self.args.weight_decay}], **settings)
-        self.optimizer = made
-        return made
+        decayed = {*Trainer.get_decay_parameter_names(None, self.model)}  # type: ignore[arg-type]
+        parts: dict[bool, list[Tensor]] = {True: [], False: []}
+        for name, parameter in self.model.named_parameters():
+            parts[name in decayed].extend([parameter] if parameter.requires_grad else [])
+        groups = [{"params": parts[one], "weight_decay": self.args.weight_decay * one} for one in parts]
+        return kind(groups, **settings)  # type: ignore[no-any-return]
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Return a new schedule of ``args``, for subclasses that return another."""
@@ -242,6 +258,8 @@ class Calling(Overridable):
         found: dict[str, Any] = {}
         if self.overrides("create_optimizer"):
             found["optimizer"] = lambda _: self._made("optimizer", self.create_optimizer())
+        elif self.args.optim == "adafactor":  # that of torch has other rates
+            found["optimizer"] = lambda _: self._usual_optimizer()
         if self.overrides("create_scheduler"):
             found["scheduler"] = lambda optimizer: self._made(
                 "lr_scheduler", self.create_scheduler(self.trainer.total_steps, optimizer)

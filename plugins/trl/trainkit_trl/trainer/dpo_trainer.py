@@ -14,7 +14,7 @@ from trainkit import Sequences
 from trainkit.errors import ConfigError
 from trainkit_migrate import refusing
 from trainkit_trl.trainer.calling import NOT_CALLED, OF_PAIRS
-from trainkit_trl.trainer.offline import checking, count, load_reference, longest
+from trainkit_trl.trainer.offline import checking, load_reference, longest
 from trainkit_trl.trainer.pairs import PairTrainer, averaged, measured, without_dropout
 
 
@@ -35,9 +35,9 @@ class DPOTrainer(PairTrainer):
         train_dataset: the rows.
         eval_dataset: held-out rows.
         tokenizer: the tokenizer; None: that of the model.
-        model_init: refused, as are ``compute_metrics``, ``optimizers`` and ``preprocess_logits_for_metrics``.
-        callbacks: refused.
-        optimizers: refused.
+        model_init: refused, as are ``compute_metrics`` and ``preprocess_logits_for_metrics``.
+        callbacks: objects with hooks of trainkit, or classes of such.
+        optimizers: an optimizer and its schedule.
         preprocess_logits_for_metrics: refused.
         max_length: the largest number of tokens of a side; None: 512, or less if tokenizer or model allow less.
         max_prompt_length: the tokens that they keep; None: 128.
@@ -118,10 +118,7 @@ class DPOTrainer(PairTrainer):
         if disable_dropout and getattr(peft_config, "lora_dropout", None):
             given["peft_config"] = without_dropout(peft_config)
         ref_model = load_reference(ref_model, ref_model_init_kwargs, apart=bool(is_encoder_decoder))
-        rows = None if train_dataset is None else count(train_dataset)
-        train, held_out = self.read(train_dataset, eval_dataset)
-        reference = None if reference_free else ref_model
-        self._begin(given, train, held_out, rows=rows, reference=reference)
+        self._begin(given, reference=None if reference_free else ref_model)
 
     @property
     def ref_model(self) -> Any:
@@ -169,14 +166,7 @@ class DPOTrainer(PairTrainer):
     def get_batch_loss_metrics(
         self, model: Any, batch: dict[str, Any], train_eval: Literal["train", "eval"] = "train"
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the mean loss [] of a batch, and its metrics by TRL's names.
-
-        Args:
-            model: computes log π.
-            batch: ids, attention masks and labels of both sides, perhaps ``reference_chosen_logps`` and
-                ``reference_rejected_logps``.
-            train_eval: with ``"eval"``, the names of metrics begin with ``eval_``.
-        """
+        """Do what the base class says; a batch may have ``reference_chosen_logps`` and ``reference_rejected_logps``."""
         chosen, rejected, chosen_logits, rejected_logits = self.concatenated_forward(model, batch)
         losses, good, bad = self.dpo_loss(chosen, rejected, *self._reference_logps(batch))
         found = measured(good, bad, chosen, rejected, chosen_logits, rejected_logits)

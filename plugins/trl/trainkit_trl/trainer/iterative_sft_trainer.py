@@ -23,7 +23,7 @@ class IterativeSFTTrainer(LikelihoodTrainer):
         model: a model.
         args: the arguments of training; ``max_steps`` is needed for the schedule.
         tokenizer: the tokenizer.
-        optimizers: refused.
+        optimizers: an optimizer and its schedule.
         data_collator: refused.
         eval_dataset: held-out texts, or rows of token ids.
         max_length: the largest number of tokens; None: 512, or less if tokenizer or model allow less.
@@ -60,8 +60,7 @@ class IterativeSFTTrainer(LikelihoodTrainer):
         if truncation_mode not in ("keep_end", "keep_start"):
             raise ValueError(f"truncation_mode should be 'keep_end' or 'keep_start'; given {truncation_mode!r}")
         given["max_length"] = max_length or longest(model, tokenizer, 512)
-        held_out = None if eval_dataset is None else self.samples(eval_dataset)
-        self._begin(given, None, held_out)
+        self._begin(given)
         self.tokenizer.truncation_side = "left" if truncation_mode == "keep_end" else "right"
 
     def samples(self, dataset: Any) -> Any:

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 from trainkit_migrate import refusing
 from trainkit_trl.trainer.calling import NOT_CALLED, OF_PAIRS
 from trainkit_trl.trainer.kto_config import KTOConfig
-from trainkit_trl.trainer.offline import OfflineTrainer, checking, count, load_reference, longest, selected
+from trainkit_trl.trainer.offline import OfflineTrainer, checking, load_reference, longest, selected
 from trainkit_trl.trainer.pairs import without_dropout
 
 COLUMNS = ("prompt", "completion", "label")
@@ -35,8 +35,8 @@ class KTOTrainer(OfflineTrainer):
         eval_dataset: held-out rows.
         tokenizer: the tokenizer; None: that of the model.
         data_collator: refused.
-        model_init: refused, as are ``callbacks``, ``preprocess_logits_for_metrics`` and ``compute_metrics``.
-        callbacks: refused.
+        model_init: refused, as are ``compute_metrics`` and ``preprocess_logits_for_metrics``.
+        callbacks: objects with hooks of trainkit, or classes of such.
         optimizers: an optimizer and its schedule.
         preprocess_logits_for_metrics: refused.
         peft_config: the adapter that is trained.
@@ -92,10 +92,8 @@ class KTOTrainer(OfflineTrainer):
             given["peft_config"] = without_dropout(peft_config)
         apart = bool(getattr(args, "is_encoder_decoder", False))
         ref_model = load_reference(ref_model, getattr(args, "ref_model_init_kwargs", None), apart=apart)
-        rows = None if train_dataset is None else count(train_dataset)
-        train, held_out = self.read(train_dataset, eval_dataset)
         room = getattr(args, "max_length", None) or longest(model, tokenizer, 512)
-        self._begin(given, train, held_out, rows=rows, reference=ref_model, changes={"train": {"seq_length": room}})
+        self._begin(given, reference=ref_model, changes={"train": {"seq_length": room}})
 
     @property
     def ref_model(self) -> Any:

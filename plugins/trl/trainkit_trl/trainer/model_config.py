@@ -6,15 +6,17 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from trainkit_migrate import refusing
+from trainkit_trl.arguments import checked
 from trainkit_trl.core import flatten_dict
 
 
+@checked
 @dataclass
 class ModelConfig:
     """Arguments for loading a model: a name or directory, its precision, and an adapter or quantisation.
 
     Raises:
-        ValueError: both 8 and 4 bits are asked for.
+        ValueError: an argument is unknown or of another type, or both 8 and 4 bits are asked for.
     """
 
     model_name_or_path: str | None = None

@@ -96,6 +96,8 @@ class Log:
                     self.owner.log(part)
             finally:
                 self.given = None
+            if self.written and self.written[-1].name == f"checkpoint-{step}":  # its evaluation comes after it
+                self.owner.write_state(self.written[-1])
 
     @hookimpl
     def on_step(self, trainer: Any, step: int) -> None:
@@ -125,6 +127,8 @@ def named(metrics: Mapping[str, float], names: Mapping[str, str]) -> dict[str, f
     """Return metrics by the names of transformers and of TRL; those of evaluations begin with ``eval_``."""
     found, known = {}, {**NAMES, **names}
     for name, value in metrics.items():
+        if name.startswith("train/lr/"):  # of the parameters without decay, whose rate is the same
+            continue
         held_out = name.startswith("eval/")
         own = name.removeprefix("eval/")
         found[f"{'eval_' * held_out}{known.get(own, own)}"] = value
@@ -140,25 +144,17 @@ class OfflineTrainer(Calling):
     """``"within"``: samples are truncated by `Truncation`; ``"outside"``: with that field; else as trainkit does."""
 
     def _begin(
-        self,
-        given: Mapping[str, Any],
-        train: Any,
-        held_out: Any = None,
-        *,
-        rows: int | None = None,
-        changes: Mapping[str, Any] | None = None,
-        reference: Any = None,
+        self, given: Mapping[str, Any], *, changes: Mapping[str, Any] | None = None, reference: Any = None
     ) -> None:
         """Make the trainer of trainkit, and give it the samples.
 
         Args:
             given: the arguments of the trainer.
-            train: the samples.
-            held_out: the held-out samples.
-            rows: how many rows the dataset has, if that is known.
             changes: sections of trainkit's configuration that follow from other arguments.
             reference: the reference model of DPO.
         """
+        train, held_out = self.read(given)
+        rows = self.count(given.get("train_dataset"), train)
         model, tokenizer = given["model"], given["tokenizer"]
         self._callbacks = observing(given.get("callbacks") or ())
         given = {**given, **loading(model, given)}
@@ -216,6 +212,8 @@ class OfflineTrainer(Calling):
         settings = {name: value for name, value in given.items() if name not in OBJECTS}
         usual = {name: each.default for name, each in parameters(type(self)).items()}
         config = settled(self.section, self.args, settings, usual, rows, live)
+        if config.optimizer.groups and (self._trains_adapter(given) or "zero" in str(config.train.sharding)):
+            config = config.evolve(optimizer={"groups": []})
         ours = {theirs: name for name, theirs in self.names.items()}
         best = config.train.save_best
         if not isinstance(best, bool) and (own := ours.get(best.metric.removeprefix("eval/"))):
@@ -300,15 +298,19 @@ class OfflineTrainer(Calling):
         """Return the rows of a dataset as held-out samples of trainkit."""
         return self.samples(dataset)
 
-    def read(self, train: Any, held_out: Any) -> tuple[Any, Any]:
+    def count(self, dataset: Any, samples: Any) -> int | None:
+        """Return how many rows are trained on, of a dataset and its samples; None if that is not known."""
+        return count(dataset)
+
+    def read(self, given: Mapping[str, Any]) -> tuple[Any, Any]:
         """Return both datasets of the constructor as samples of trainkit; None stays None."""
-        several = isinstance(held_out, Mapping)
-        if train is None:
+        train, held_out = given.get("train_dataset"), given.get("eval_dataset")
+        if train is None and "train_dataset" in parameters(type(self)):
             log.warning("there is no train_dataset, so train() cannot be called; evaluate() can")
-        return None if train is None else self.samples(train), (
-            Several({name: self.held_out(each) for name, each in held_out.items()}) if several
-            else None if held_out is None else self.held_out(held_out)
-        )  # fmt: skip
+        rows = None if train is None else self.samples(in_order(train))
+        if isinstance(held_out, Mapping):
+            return rows, Several({name: self.held_out(in_order(each)) for name, each in held_out.items()})
+        return rows, None if held_out is None else self.held_out(in_order(held_out))
 
     @property
     def model(self) -> Any:
@@ -433,7 +435,12 @@ class OfflineTrainer(Calling):
         """
         self.check_settings()
         self._choose_directory(resume_from_checkpoint)
-        started, state, steps = time.perf_counter(), self.state, self.trainer.total_steps
+        started, steps = time.perf_counter(), self.trainer.total_steps
+        self.trainer.begin()
+        before = Path(self.trainer.run_dir) / f"checkpoint-{self.trainer.progress.step}" / "trainer_state.json"
+        if resume_from_checkpoint and before.exists():
+            self._log.state = TrainerState.load_from_json(str(before))
+        state = self.state
         epochs = self.args.num_train_epochs
         if self.args.max_steps > 0 and (rows := getattr(self.trainer.pipeline, "rows", None)):
             epochs = steps * self.trainer.config.train.batch_size / len(rows)
@@ -506,7 +513,7 @@ class OfflineTrainer(Calling):
         evaluator = self.trainer.evaluator
         before, sets = (self.trainer.eval_samples, evaluator.held_out), self._sets
         try:
-            self.trainer.add_eval_samples(self.held_out(eval_dataset))
+            self.trainer.add_eval_samples(self.held_out(in_order(eval_dataset)))
             self._sets = {}
             return measure()
         finally:
@@ -634,7 +641,8 @@ def settled(
     of_trainer = _telling(section, given, {name: usual.get(name) for name in given})
     table, plain = framework("trl").settings, type(args)(output_dir=args.output_dir)
     known = [name for name in (*(field.name for field in fields(TrainingArguments)), *OLD) if hasattr(args, name)]
-    values, unset = ({name: _plain(getattr(each, name)) for name in known} for each in (args, plain))
+    read = [name for name in known if name != "optim" or "optimizer" not in live]
+    values, unset = ({name: _plain(getattr(each, name)) for name in read} for each in (args, plain))
     sections = {"TrainingArguments": _telling("TrainingArguments", values, unset), section: of_trainer}
     own = [field.name for field in fields(args) if field.name not in known]
     if home := next((cls.__name__ for cls in type(args).__mro__ if f"{cls.__name__}.max_length" in table), None):
@@ -668,6 +676,11 @@ def _saved(name: str) -> str:
 
 class Several(dict[str, Any]):
     """Held-out samples of several datasets, by name."""
+
+
+def in_order(dataset: Any) -> Any:
+    """Return a dataset as something to iterate over: those of torch may have rows by their indices alone."""
+    return dataset if hasattr(dataset, "__iter__") else [dataset[index] for index in range(len(dataset))]
 
 
 def count(dataset: Any) -> int | None:
@@ -831,7 +844,8 @@ def _check_kinds(home: str, given: Mapping[str, Any], hints: Mapping[str, Any]) 
     for name in ("train_dataset", "eval_dataset"):
         value = given.get(name)
         several = isinstance(value, Mapping) and name == "train_dataset"
-        if value is not None and (isinstance(value, str | bytes) or several or not hasattr(value, "__iter__")):
+        rows = hasattr(value, "__iter__") or {"__getitem__", "__len__"} <= {*dir(value)}
+        if value is not None and (isinstance(value, str | bytes) or several or not rows):
             raise ConfigError(
                 f"{name} of {home} should be a dataset, such as a split of load_dataset(...), or a list of rows; "
                 f"given {describe(value)}"

@@ -18,7 +18,7 @@ from trainkit.functional import masked_sum, preference_accuracy, token_logprobs
 from trainkit.metrics import Mean, Metrics
 from trainkit.models import TokenOutputs
 from trainkit_trl.trainer.calling import NOT_CALLED, OF_PAIRS, named_sequences
-from trainkit_trl.trainer.offline import OfflineTrainer, checking, count, longest, selected
+from trainkit_trl.trainer.offline import OfflineTrainer, checking, longest, selected
 from trainkit_trl.trainer.utils import pad_to_length
 
 log = logging.getLogger(__name__)
@@ -106,18 +106,17 @@ class PairTrainer(OfflineTrainer):
         """Return what `get_batch_loss_metrics` does; its name in TRL 0.7.2."""
         return self.get_batch_loss_metrics(model, batch, train_eval)
 
+    @property
+    def _padding(self) -> dict[str, Any]:
+        """What differs from the defaults of methods in each version of TRL."""
+        return {} if self.label_pad_token_id == -100 else {"label_pad_token_id": self.label_pad_token_id}
+
     def _both(self, batch: dict[str, Any]) -> dict[str, Tensor]:
-        """Call `concatenated_inputs` with what differs from its defaults, as in each version of TRL."""
-        pad = self.label_pad_token_id
-        more: dict[str, Any] = {} if pad == -100 else {"label_pad_token_id": pad}
-        return self.concatenated_inputs(batch, **more)
+        return self.concatenated_inputs(batch, **self._padding)
 
     def _logps(self, logits: Tensor, labels: Tensor, average: bool) -> Tensor:
-        """Call `get_batch_logps` in the same way."""
-        pad = self.label_pad_token_id
         read = self._get_batch_logps if self.overrides("_get_batch_logps") else self.get_batch_logps
-        more: dict[str, Any] = {} if pad == -100 else {"label_pad_token_id": pad}
-        return read(logits, labels, average_log_prob=average, **more)
+        return read(logits, labels, average_log_prob=average, **self._padding)
 
     def get_batch_loss_metrics(
         self, model: Any, batch: dict[str, Any], train_eval: Literal["train", "eval"] = "train"
@@ -190,7 +189,12 @@ class PairTrainer(OfflineTrainer):
             average_log_prob: whether it is the mean.
             label_pad_token_id: the label of tokens that do not count.
             is_encoder_decoder: whether logits and labels are at the same places.
+
+        Raises:
+            ValueError: logits and labels have different numbers of rows or tokens.
         """
+        if logits.shape[:-1] != labels.shape:
+            raise ValueError(f"logits are of {tuple(logits.shape[:-1])} tokens, and labels {tuple(labels.shape)}")
         if not is_encoder_decoder:
             logits, labels = logits[:, :-1], labels[:, 1:]
         mask = labels != label_pad_token_id
@@ -239,8 +243,8 @@ class ReferenceFreeTrainer(PairTrainer):
         train_dataset: rows with ``prompt``, ``chosen`` and ``rejected``.
         eval_dataset: held-out rows.
         tokenizer: the tokenizer; None: that of the model.
-        model_init: refused, as are ``callbacks``, ``preprocess_logits_for_metrics`` and ``compute_metrics``.
-        callbacks: refused.
+        model_init: refused, as are ``compute_metrics`` and ``preprocess_logits_for_metrics``.
+        callbacks: objects with hooks of trainkit, or classes of such.
         optimizers: an optimizer and its schedule.
         preprocess_logits_for_metrics: refused.
         peft_config: the adapter that is trained.
@@ -269,10 +273,8 @@ class ReferenceFreeTrainer(PairTrainer):
         given = {name: value for name, value in locals().items() if value is not None or name in ("args", "tokenizer")}
         if getattr(args, "disable_dropout", True) and getattr(peft_config, "lora_dropout", None):
             given["peft_config"] = without_dropout(peft_config)
-        rows = None if train_dataset is None else count(train_dataset)
-        train, held_out = self.read(train_dataset, eval_dataset)
         room = getattr(args, "max_length", None) or longest(model, tokenizer, 512)
-        self._begin(given, train, held_out, rows=rows, changes={"train": {"seq_length": room}})
+        self._begin(given, changes={"train": {"seq_length": room}})
 
     @property
     def averages(self) -> bool:
@@ -303,13 +305,7 @@ class ReferenceFreeTrainer(PairTrainer):
     def get_batch_loss_metrics(
         self, model: Any, batch: dict[str, Any], train_eval: Literal["train", "eval"] = "train"
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the mean loss [] of a batch, and its metrics by TRL's names.
-
-        Args:
-            model: computes log π.
-            batch: ids, attention masks and labels of both sides.
-            train_eval: with ``"eval"``, the names of metrics begin with ``eval_``.
-        """
+        """Return what `PairTrainer.get_batch_loss_metrics` should."""
         chosen, rejected, chosen_logits, rejected_logits, likelihood = self.concatenated_forward(model, batch)
         losses, good, bad, further = self.preference_loss(chosen, rejected)
         found = measured(good, bad, chosen, rejected, chosen_logits, rejected_logits)

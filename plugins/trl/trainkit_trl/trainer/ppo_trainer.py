@@ -101,7 +101,7 @@ class PPOTrainer(Parts, BaseTrainer):
 
     kept: ClassVar[tuple[str, ...]] = (
         "config", "model", "tokenizer", "dataset", "lr_scheduler", "data_collator", "is_peft_model",
-        "is_encoder_decoder",
+        "is_encoder_decoder", "num_shared_layers",
     )  # fmt: skip
     not_called: ClassVar[Mapping[str, str]] = {
         "batched_forward_pass": "override loss or train_minibatch, which get its results",
@@ -152,7 +152,7 @@ class PPOTrainer(Parts, BaseTrainer):
             num_shared_layers = None
         set_seed(config.seed)
         self.config, self.tokenizer, self.dataset, self.lr_scheduler = config, tokenizer, dataset, lr_scheduler
-        self.model, self._given_reference = model, ref_model
+        self.model, self._given_reference, self.num_shared_layers = model, ref_model, num_shared_layers
         self.is_encoder_decoder = config.is_encoder_decoder = bool(model.config.is_encoder_decoder)
         self.is_peft_model = config.is_peft_model = bool(model.is_peft_model)
         settled = _translated(config, model, num_shared_layers, own_optimizer=optimizer is not None)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any, Self
 
 from transformers import TrainingArguments
 
 from trainkit_migrate import refusing
+from trainkit_trl.arguments import refuse_unknown
 
 
 @dataclass
@@ -43,9 +45,17 @@ class OldArguments(TrainingArguments):
     tpu_metrics_debug: bool = False
     tpu_num_cores: int | None = None
     use_ipex: bool = False
+    use_legacy_prediction_loop: bool = False
     use_mps_device: bool = False
     warmup_ratio: float = 0.0
     xpu_backend: str | None = None
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        """Refuse settings that there are not."""
+        names = {each.name for each in fields(cls)}
+        own = [*cls.__annotations__, "what TrainingArguments takes"]
+        refuse_unknown(cls, {name: value for name, value in given.items() if name not in names}, own)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if self.evaluation_strategy is not None:

@@ -19,7 +19,7 @@ from trainkit.metrics import Mean, Metrics
 from trainkit.models import Scorer, load_model
 from trainkit_migrate import refusing
 from trainkit_trl.arguments import check_takes
-from trainkit_trl.trainer.offline import OfflineTrainer, checking, collated, count, longest, selected
+from trainkit_trl.trainer.offline import OfflineTrainer, checking, collated, longest, selected
 from trainkit_trl.trainer.utils import RewardDataCollatorWithPadding, compute_accuracy
 
 log = logging.getLogger(__name__)
@@ -37,10 +37,10 @@ class RewardTrainer(OfflineTrainer):
         train_dataset: rows with ``input_ids_chosen``, ``input_ids_rejected``, their masks, perhaps ``margin``.
         eval_dataset: held-out rows.
         tokenizer: the tokenizer; None: that of the model.
-        model_init: refused, as are ``compute_metrics``, ``optimizers`` and ``preprocess_logits_for_metrics``.
+        model_init: refused, as are ``compute_metrics`` and ``preprocess_logits_for_metrics``.
         compute_metrics: refused.
-        callbacks: refused.
-        optimizers: refused.
+        callbacks: objects with hooks of trainkit, or classes of such.
+        optimizers: an optimizer and its schedule.
         preprocess_logits_for_metrics: refused.
         max_length: the largest number of tokens of a side; None: that of ``args``, or 512.
         peft_config: the adapter that is trained.
@@ -87,10 +87,8 @@ class RewardTrainer(OfflineTrainer):
                 "num_labels=1",
                 self._labels,
             )
-        rows = None if train_dataset is None else count(train_dataset)
-        train, held_out = self.read(train_dataset, eval_dataset)
         self.use_reward_data_collator = not self._calls
-        self._begin(given, train, held_out, rows=rows)
+        self._begin(given)
 
     def changes(self) -> dict[str, Any]:
         """Return the methods that take the place of trainkit's: with several labels, those of their model and loss."""

@@ -68,10 +68,10 @@ class SFTTrainer(LikelihoodTrainer):
             ``labels``; a `ConstantLengthDataset`.
         eval_dataset: held-out rows.
         tokenizer: the tokenizer; None: that of the model.
-        model_init: refused, as are ``compute_metrics``, ``optimizers`` and ``preprocess_logits_for_metrics``.
+        model_init: refused, as are ``compute_metrics`` and ``preprocess_logits_for_metrics``.
         compute_metrics: refused.
-        callbacks: refused.
-        optimizers: refused.
+        callbacks: objects with hooks of trainkit, or classes of such.
+        optimizers: an optimizer and its schedule.
         preprocess_logits_for_metrics: refused.
         peft_config: the adapter that is trained.
         dataset_text_field: the column with the text.
@@ -158,11 +158,13 @@ class SFTTrainer(LikelihoodTrainer):
         given["max_seq_length"] = self.max_seq_length
         given = {name: value for name, value in given.items() if value is not None or name in ("args", "tokenizer")}
         given.setdefault("packing", False)
-        rows = None if packing else count(train_dataset)
-        train, held_out = self.read(train_dataset, eval_dataset)
-        if isinstance(train_dataset, ConstantLengthDataset):
-            rows = count(train)
-        self._begin(given, train, held_out, rows=rows)
+        self._begin(given)
+
+    def count(self, dataset: Any, samples: Any) -> int | None:
+        """Return how many rows are trained on; None if trainkit packs them."""
+        if isinstance(dataset, ConstantLengthDataset):
+            return count(samples)
+        return None if self.packing else count(dataset)
 
     def samples(self, dataset: Any) -> Any:
         """Return texts, samples of which only completions are trained on, or rows of token ids."""

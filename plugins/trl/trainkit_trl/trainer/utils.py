@@ -22,6 +22,8 @@ from trainkit.functional import preference_accuracy
 from trainkit.metrics import PerPromptStatTracker as PerPromptStatTracker
 from trainkit.models import disable_dropout
 from trainkit_migrate import refusing
+from trainkit_migrate.shared import AdaptiveKLController as AdaptiveKLController
+from trainkit_migrate.shared import FixedKLController as FixedKLController
 from trainkit_trl.trainer.model_config import ModelConfig
 
 if TYPE_CHECKING:
@@ -29,36 +31,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 IGNORED = -100
-
-
-class AdaptiveKLController:
-    """β, adapted to a target KL. Ziegler et al. 2019, section 2.2.
-
-    Args:
-        init_kl_coef: the first β.
-        target: the KL to reach.
-        horizon: the time scale in responses.
-    """
-
-    def __init__(self, init_kl_coef: float, target: float, horizon: float) -> None:
-        self.value = init_kl_coef
-        self.target = target
-        self.horizon = horizon
-
-    def update(self, current: float, n_steps: int) -> None:
-        """Update β ← β·(1 + clip(current/target − 1, ±0.2)·n_steps/horizon)."""
-        error = min(max(current / self.target - 1, -0.2), 0.2)
-        self.value *= 1 + error * n_steps / self.horizon
-
-
-class FixedKLController:
-    """β, which stays as it is."""
-
-    def __init__(self, kl_coef: float) -> None:
-        self.value = kl_coef
-
-    def update(self, current: float, n_steps: int) -> None:
-        """Do nothing."""
 
 
 class RunningMoments(metrics.RunningMoments):
@@ -267,9 +239,7 @@ class RichProgressCallback(TrainerCallback):
         log.warning("RichProgressCallback has no effect: progress is shown and logged by train.trackers")
 
 
-def disable_dropout_in_model(model: torch.nn.Module) -> None:
-    """Set every dropout probability to 0."""
-    disable_dropout(model)
+disable_dropout_in_model = disable_dropout
 
 
 def pad_to_length(tensor: Tensor, length: int, pad_value: int | float, dim: int = -1) -> Tensor:

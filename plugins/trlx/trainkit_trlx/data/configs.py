@@ -22,7 +22,7 @@ from trainkit_trlx.overrides import own_class
 log = logging.getLogger(__name__)
 KINDS: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(("train.trainer", "train.pipeline"), (str, "a registered name")),
-    "train.seed": (int, "an integer"),
+    **dict.fromkeys(("train.seed", "train.batch_size", "train.epochs"), (int, "an integer")),
     "train.checkpoint_dir": (str | os.PathLike, "a directory"),
     "train.resume_from_checkpoint": (str | os.PathLike | None, "the directory of a checkpoint, or None"),
 }

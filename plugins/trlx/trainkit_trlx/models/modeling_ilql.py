@@ -12,13 +12,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.utils.generic import ModelOutput
 
-from trainkit import functional as F
 from trainkit.models import state_width
 from trainkit_trlx.data.ilql_types import ILQLBatch, ILQLSeq2SeqBatch
 from trainkit_trlx.data.method_configs import MethodConfig, register_method
 from trainkit_trlx.models.modeling_base import HEADS, PreTrainedModelWrapper, arguments, load, under
 from trainkit_trlx.overrides import remembered
-from trainkit_trlx.utils.modeling import flatten_dict, get_tensor_stats, make_head
+from trainkit_trlx.utils.modeling import flatten_dict, get_tensor_stats, logprobs_of_labels, make_head
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -142,9 +141,9 @@ class ILQLConfig(MethodConfig):
         loss_q = mean(torch.stack([(chosen(q) - goal) ** 2 for q in qs]).sum(0))
         weight = torch.where(target >= v, self.tau, 1 - self.tau)
         loss_v = mean(weight * (target - v) ** 2)
-        loss_cql = mean(torch.stack([-_logprobs(q, actions) for q in qs]).sum(0))
+        loss_cql = mean(torch.stack([-logprobs_of_labels(q, actions) for q in qs]).sum(0))
         awac_weight = (self.beta * (target - v)).exp().detach()
-        loss_awac = mean(-_logprobs(logits, actions) * awac_weight)
+        loss_awac = mean(-logprobs_of_labels(logits, actions) * awac_weight)
         loss = loss_q + loss_v + self.cql_scale * loss_cql + self.awac_scale * loss_awac
         losses = {"loss": loss, "loss_q": loss_q, "loss_v": loss_v, "loss_cql": loss_cql, "loss_awac": loss_awac}
         with torch.no_grad():
@@ -155,10 +154,6 @@ class ILQLConfig(MethodConfig):
                 "awac_weight": get_tensor_stats(awac_weight, mask, count),
             }
         return loss, {name: float(value) for name, value in flatten_dict(stats).items()}
-
-
-def _logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
-    return F.token_logprobs(logits.flatten(0, 1), tokens.flatten()).view_as(tokens)
 
 
 @dataclass

@@ -9,6 +9,7 @@ import torch
 
 from trainkit import functional as F
 from trainkit_migrate import refusing
+from trainkit_migrate.shared import AdaptiveKLController, FixedKLController
 from trainkit_trlx.data.method_configs import MethodConfig, register_method
 from trainkit_trlx.models.modeling_base import (
     AutoModelForCausalLMWithHydraValueHead,
@@ -34,36 +35,6 @@ __all__ = [
     "PPOConfig",
     "Seq2SeqLMOutputWithValue",
 ]
-
-
-class AdaptiveKLController:
-    """β, adapted to a target KL. Ziegler et al. 2019, section 2.2.
-
-    Args:
-        init_kl_coef: the first β.
-        target: the KL to reach.
-        horizon: the time scale in responses.
-    """
-
-    def __init__(self, init_kl_coef: float, target: float, horizon: int) -> None:
-        self.value = init_kl_coef
-        self.target = target
-        self.horizon = horizon
-
-    def update(self, current: float, n_steps: int) -> None:
-        """Update β ← β·(1 + clip(current/target − 1, ±0.2)·n_steps/horizon)."""
-        error = min(max(current / self.target - 1, -0.2), 0.2)
-        self.value *= 1 + error * n_steps / self.horizon
-
-
-class FixedKLController:
-    """β, which stays as it is."""
-
-    def __init__(self, kl_coef: float) -> None:
-        self.value = kl_coef
-
-    def update(self, current: float, n_steps: int) -> None:
-        """Do nothing."""
 
 
 @dataclass

@@ -235,6 +235,8 @@ def batches_of(store: Any, batch_size: int, names: Iterable[str]) -> list[Any]:
         DataError: its loader has no end, or gives something else.
     """
     name = f"{type(store).__name__}.create_loader"
+    if not hasattr(store, "create_loader"):
+        raise DataError(f"given {describe(store)}; it has no create_loader: derive it from BaseRolloutStore")
     if replaced(store, ("create_loader",)):
         say_once(
             f"{name} is called once for all passes, and trainkit makes batches of its own of the rows; to train on its "
@@ -295,7 +297,7 @@ def _padded(cls: type[Any], rows: Iterable[Any]) -> list[torch.Tensor]:
 
 @remembered
 class ILQLRolloutStorage(BaseRolloutStore):
-    """Samples with rewards, for loops of one's own; trainkit's trainers keep theirs themselves.
+    """Samples with rewards, each of which is made of its attributes.
 
     Args:
         input_ids: token ids of each sample [T].
@@ -312,15 +314,28 @@ class ILQLRolloutStorage(BaseRolloutStore):
     def __init__(
         self, input_ids: Any, attention_mask: Any, rewards: Any, states_ixs: Any, actions_ixs: Any, dones: Any
     ) -> None:
-        super().__init__()
         self._fill(input_ids, attention_mask, rewards, states_ixs, actions_ixs, dones)
 
     def _fill(self, *columns: Any) -> None:
-        """Make an element of each row of the columns."""
+        """Set the columns, one list of each kind."""
+        names = [about.name for about in fields(self.kind)]
         if len({len(column) for column in columns}) > 1:
-            names = ", ".join(about.name for about in fields(self.kind))
-            raise ValueError(f"give one list of the same length for each of {names}")
-        self.history = [self.kind(*row) for row in zip(*columns, strict=True)]
+            raise ValueError(f"give one list of the same length for each of {', '.join(names)}")
+        vars(self).update(zip(names, map(list, columns), strict=True))
+
+    def push(self, exps: Iterable[Any]) -> None:
+        """Add samples."""
+        for each in exps:
+            for about in fields(self.kind):
+                getattr(self, about.name).append(getattr(each, about.name))
+
+    def __getitem__(self, index: int) -> Any:
+        """Return a sample."""
+        return self.kind(*(getattr(self, about.name)[index] for about in fields(self.kind)))
+
+    def __len__(self) -> int:
+        """Return how many samples there are."""
+        return len(self.input_ids)  # type: ignore[attr-defined]
 
     def create_loader(self, batch_size: int, shuffle: bool = True) -> DataLoader[Any]:  # type: ignore[override]
         """Return a loader of batches, padded with 0."""
@@ -344,5 +359,4 @@ class ILQLSeq2SeqRolloutStorage(ILQLRolloutStorage):
         actions_ixs: Any,
         dones: Any,
     ) -> None:
-        BaseRolloutStore.__init__(self)
         self._fill(input_ids, attention_mask, decoder_input_ids, rewards, states_ixs, actions_ixs, dones)

@@ -267,13 +267,5 @@ class AccelerateILQLTrainer(Offline):
         self.set_samples(samples, rewards, max_length)
 
     def new_store(self, samples: list[Any], rewards: Any, max_length: int | None) -> ILQLRolloutStorage:
-        """Return the samples, tokenised, with normalised rewards.
-
-        Raises:
-            ConfigError: the model is an encoder-decoder.
-        """
-        if self.trainer.model_config.is_encoder_decoder:
-            raise ConfigError(
-                "the store has samples of causal models, and the model is an encoder-decoder; give its samples as text"
-            )
+        """Return the samples, tokenised, with normalised rewards."""
         return make_experience(samples, rewards, self.tokenizer, max_length or self.max_length, verbose=False)

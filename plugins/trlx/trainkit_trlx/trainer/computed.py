@@ -23,6 +23,7 @@ from trainkit.errors import ConfigError, DataError, describe, suggest
 from trainkit.models import has_adapter
 from trainkit.runs import free_directory
 from trainkit_migrate import translate_sampling
+from trainkit_migrate.shared import renaming_trackers
 from trainkit_trlx.data.configs import TRLConfig, of_this_run, say_once
 from trainkit_trlx.models.modeling_base import base_from, checked_model, checkpoint
 from trainkit_trlx.overrides import own_class, replaced
@@ -31,7 +32,7 @@ from trainkit_trlx.trainer import BaseRLTrainer
 from trainkit_trlx.trainer.accelerate_base_trainer import AccelerateRLTrainer, language_model, prepared_tokenizer
 from trainkit_trlx.trainer.bridge import Observer
 from trainkit_trlx.trainer.functions import forbidding, known_arguments, prefixed, taking, taking_one
-from trainkit_trlx.trainer.names import as_trlx, renaming_trackers
+from trainkit_trlx.trainer.names import as_trlx
 
 if TYPE_CHECKING:
     from torch import Tensor

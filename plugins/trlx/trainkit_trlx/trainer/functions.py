@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
+import numpy as np
 import torch
 
 from trainkit.errors import ConfigError, describe, suggest
@@ -46,9 +47,19 @@ def taking(
                 f"{what} takes {', '.join(missing)}, and there is none: it is called with {', '.join(given)}, by name "
                 "(and with the columns of prompts that are dicts); rename its arguments"
             )
-        return function(**(given if whole else {name: given[name] for name in named if name in given}))
+        return _single(function(**(given if whole else {name: given[name] for name in named if name in given})))
 
     return called
+
+
+def _single(scores: Any) -> Any:
+    """Return scores that are lists of one number each as numbers of whole samples, as trlX takes them."""
+    if not isinstance(scores, list | tuple | np.ndarray | torch.Tensor):
+        return scores
+    rows = [each.detach().float().cpu() if isinstance(each, torch.Tensor) else each for each in scores]
+    numbers = [np.asarray(each) for each in rows]
+    single = bool(numbers) and all(each.shape == (1,) and each.dtype.kind in "iufb" for each in numbers)
+    return [each.item() for each in numbers] if single else scores
 
 
 def prefixed(metric_fn: Callable[..., Any] | None, separator: Callable[[], str] = str) -> Callable[..., Any] | None:

@@ -1,14 +1,12 @@
-"""The names of trlX for metrics of trainkit, statistics that trlX has besides, and trackers that log them."""
+"""The names of trlX for metrics of trainkit, and statistics that trlX has besides."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from trainkit import hookimpl
 from trainkit.metrics import Mean, Metrics
-from trainkit.runs import default_trackers
 from trainkit_trlx.utils.modeling import get_tensor_stats
 
 if TYPE_CHECKING:
@@ -77,46 +75,3 @@ def tensor_statistics(name: str, x: Tensor, mask: Tensor) -> Metrics:
     """Return mean, minimum, maximum and deviation of ``x`` over ``mask``; those of micro-batches are averaged."""
     found = get_tensor_stats(x.detach(), mask, mask.sum())
     return {f"{OWN}{name}/{key}": Mean.of(value) for key, value in found.items()}
-
-
-def renaming_trackers(entries: list[Any], renamed: Callable[[Mapping[str, float]], dict[str, float]]) -> list[Any]:
-    """Return the trackers of ``train.trackers`` as callbacks that log metrics by other names.
-
-    Args:
-        entries: the trackers, by name or by their settings.
-        renamed: returns metrics by the names that are logged.
-    """
-    usual = len(default_trackers([]))  # the console and the files of the run, which every run has
-    return [RenamingTracker(each, renamed) for each in default_trackers(entries)[usual:]]
-
-
-class RenamingTracker:
-    """A tracker that gets metrics by other names.
-
-    Args:
-        tracker: a tracker of trainkit.
-        renamed: returns metrics by the names that are logged.
-    """
-
-    def __init__(self, tracker: Any, renamed: Callable[[Mapping[str, float]], dict[str, float]]) -> None:
-        self.tracker, self.renamed = tracker, renamed
-
-    @hookimpl
-    def on_train_begin(self, trainer: Any) -> None:
-        """Open the tracker."""
-        self.tracker.on_train_begin(trainer)
-
-    @hookimpl
-    def log_metrics(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
-        """Log metrics at their step."""
-        self.tracker.log_metrics(trainer, step, self.renamed(metrics))
-
-    @hookimpl
-    def on_evaluate(self, trainer: Any, step: int, samples: list[dict[str, Any]]) -> None:
-        """Log the samples of an evaluation."""
-        self.tracker.on_evaluate(trainer, step, samples)
-
-    @hookimpl
-    def on_train_end(self, trainer: Any) -> None:
-        """Close the tracker."""
-        self.tracker.on_train_end(trainer)

@@ -73,10 +73,18 @@ class Offline(Computed):
         """Return a store of samples."""
         raise NotImplementedError
 
+    def _refuse_apart(self) -> None:
+        if self.trainer.model_config.is_encoder_decoder:
+            raise ConfigError(
+                "samples of an encoder-decoder are not kept as token ids; override make_experience, to give that of "
+                "trlX other texts and rewards, and leave store alone"
+            )
+
     @property
     def store(self) -> Any:
         """The samples as token ids. They are trained on as they are there, once it has been read or set."""
         if getattr(self, "_kept", None) is None and hasattr(self, "_make_store"):
+            self._refuse_apart()
             self._kept = self._make_store()
         return getattr(self, "_kept", None)
 
@@ -89,10 +97,7 @@ class Offline(Computed):
         store = getattr(self, "_kept", None)
         if store is None:
             return
-        if self.trainer.model_config.is_encoder_decoder:
-            raise ConfigError(
-                "samples of an encoder-decoder cannot be changed in the store; give them to make_experience as text"
-            )
+        self._refuse_apart()
         batches = batches_of(store, self.config.train.batch_size, self.fields)
         rows = [row for batch in batches for row in self.trainer.rows_of(self.trainer.from_trlx(batch))]
         rewards = [sum(row[TOKEN_REWARDS]) for row in rows] if "rewards" in self.trainer.inputs else None
