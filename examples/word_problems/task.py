@@ -21,14 +21,16 @@ STORIES = (
     ("{name} had {a} {things}, gave {b} to a friend and {c} to a sister.", "{a} - {b} = {m}, {m} - {c} = {n}"),
 )
 """A story, and its worked answer: ``m`` is the result of the first step, and ``n`` that of the second."""
-SHOWN, ASKED, HELD_OUT = 200, 2000, 100
+HELD_OUT, ASKED = 100, 2000
+SHOWN = {"two layers": 1000, "pretrained": 200}
+"""Worked answers; a model that can read needs fewer."""
 RESULT = re.compile(r"The answer is (-?\d+)\.$")
 WORTH = 0.2
 """The part of the form in the score; the rest is that of the result."""
 TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %} <answer> {% generation %}"
-    "{{ message['content'] }}{{ eos_token }}{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %} <answer> {% endif %}"
+    "{{ message['content'] }}{{ eos_token }}{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %} <answer> {% endif %}"
 )
 
 
@@ -50,15 +52,15 @@ def problem(draw: random.Random) -> dict[str, Any]:
     }
 
 
-def split(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return disjoint problems: held out, with worked answers (for SFT), and without (for GRPO)."""
+def split(seed: int, shown: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return disjoint problems: held out, ``shown`` with worked answers (for SFT), and without (for GRPO)."""
     draw, found = random.Random(seed), dict[str, dict[str, Any]]()
-    while len(found) < HELD_OUT + SHOWN + ASKED:
+    while len(found) < HELD_OUT + shown + ASKED:
         made = problem(draw)
         found[made["prompt"][0]["content"]] = made
     drawn = list(found.values())
     asked = [{key: each[key] for key in ("prompt", "answer")} for each in drawn]
-    return asked[:HELD_OUT], drawn[HELD_OUT : HELD_OUT + SHOWN], asked[HELD_OUT + SHOWN :]
+    return asked[:HELD_OUT], drawn[HELD_OUT : HELD_OUT + shown], asked[HELD_OUT + shown :]
 
 
 def parts(outputs: list[str], answer: list[int], **_: Any) -> dict[str, list[float]]:
@@ -77,7 +79,7 @@ def reward(outputs: list[str], answer: list[int], **_: Any) -> dict[str, list[fl
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer of the words and digits of the problems, for a model from random weights."""
-    known = [message["content"] for row in split(0)[1] for message in (*row["prompt"], *row["completion"])]
+    known = [message["content"] for row in split(0, 200)[1] for message in (*row["prompt"], *row["completion"])]
     made = Tokenizer(models.WordLevel(unk_token="<unk>"))
     digits, spaces = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.Metaspace(prepend_scheme="never")
     made.pre_tokenizer = pre_tokenizers.Sequence([digits, spaces, pre_tokenizers.Punctuation()])
@@ -88,8 +90,10 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made, chat_template=TEMPLATE, **names)
 
 
-def _judged(seed: int, model: str | None) -> dict[str, Any]:
-    return {"eval_prompts": split(seed)[0], **({} if model else {"tokenizer": tokenizer()})}
+def _parts(seed: int, model: str | None) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the arguments that both stages have, the problems with worked answers, and those without."""
+    held_out, worked, asked = split(seed, SHOWN["pretrained" if model else "two layers"])
+    return {"eval_prompts": held_out, **({} if model else {"tokenizer": tokenizer()})}, worked, asked
 
 
 def sft(seed: int = 1, model: str | None = None) -> dict[str, Any]:
@@ -97,12 +101,14 @@ def sft(seed: int = 1, model: str | None = None) -> dict[str, Any]:
 
     Args:
         seed: draws the problems.
-        model: a model with a tokenizer of its own; None: the tokenizer is `tokenizer`.
+        model: a pretrained model with a tokenizer of its own; None: the tokenizer is `tokenizer`.
     """
-    samples = [{key: row[key] for key in ("prompt", "completion")} for row in split(seed)[1]]
-    return {**_judged(seed, model), "samples": samples, "metric_fn": parts}
+    judged, worked, _ = _parts(seed, model)
+    samples = [{key: row[key] for key in ("prompt", "completion")} for row in worked]
+    return {**judged, "samples": samples, "metric_fn": parts}
 
 
 def grpo(seed: int = 1, model: str | None = None) -> dict[str, Any]:
     """Return arguments of ``trainkit.train`` for GRPO, with a reward for the result and for the form."""
-    return {**_judged(seed, model), "prompts": split(seed)[2], "reward_fn": reward}
+    judged, _, asked = _parts(seed, model)
+    return {**judged, "prompts": asked, "reward_fn": reward}
