@@ -255,6 +255,22 @@ def test_the_page_of_a_run_follows_it_and_leaves_what_is_open(opened: Opened, se
     WebDriverWait(driver, 20).until(lambda _: text_of(driver, "#status").startswith("up to date at"))
 
 
+def test_a_sentence_about_a_run_gives_way_to_the_next_one_and_to_its_page(
+    opened: Opened, served: tuple[Path, str]
+) -> None:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    run, address = served
+    run.rename(run.with_name("later"))
+    driver = opened(address)
+    assert "there is no directory" in text_of(driver, "#why")
+    run.mkdir()
+    WebDriverWait(driver, 20).until(lambda _: "is no run and holds none" in text_of(driver, "#why"))
+    run.rmdir()
+    run.with_name("later").rename(run)
+    WebDriverWait(driver, 20).until(lambda _: driver.find_elements("id", "curves"))
+
+
 def test_a_rollout_is_found_and_its_tokens_are_coloured_by_what_is_chosen(
     opened: Opened, served: tuple[Path, str]
 ) -> None:

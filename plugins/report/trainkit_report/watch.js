@@ -3,6 +3,7 @@
 const status = document.getElementById("status")
 let tag = null
 async function refresh() {
+  const began = performance.now()
   try {
     if (!document.hidden) {
       const answer = await fetch(location.href, { cache: "no-store", headers: tag ? { "If-None-Match": tag } : {} })
@@ -15,7 +16,7 @@ async function refresh() {
   } catch {
     status.textContent = "the server does not answer; the page is as it was before"
   }
-  setTimeout(refresh, 3000)
+  setTimeout(refresh, Math.max(3000, 10 * (performance.now() - began))) // the page of a long run takes seconds to make
 }
 function show(page) {
   const parts = page => [...page.querySelectorAll("main > [id]:not(#response, #status)")]
