@@ -1,6 +1,7 @@
 # Everything a change is checked with, in a virtual environment of its own.
 #
 #   make demo      the random-walks example: SFT, then PPO
+#   make examples-real  the example word_problems with SmolLM2-135M, which the package index has; half an hour or more
 #   make test      the tests of every change; some of them: make test ARGS="tests/test_x.py -k y"
 #   make test-all  all other tests: variants, fresh environments, planted bugs, real launches, every example, engines
 #   make weekly    what takes too long for every commit: battery-full, coverage, parity, the lowest and the newest versions
@@ -36,11 +37,17 @@ export PYTHONDONTWRITEBYTECODE =
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 
 .DEFAULT_GOAL := check
-.PHONY: demo test test-all weekly weekly-tests battery battery-full test-gpu engines shards extras coverage lint types \
+.PHONY: demo examples-real test test-all weekly weekly-tests battery battery-full test-gpu engines shards extras coverage lint types \
     check tables docs browser mutants parity bench speed gpu dist test-lowest test-newest
 
 demo: $(VENV)/made-demo
 	$(BIN)/trainkit examples run randomwalks
+
+# gguf reads the file that the model is in; neither it nor the model is needed elsewhere
+examples-real: $(VENV)/made
+	$(BIN)/python -m pip install $(PINS) gguf
+	test -f build/smollm2/config.json || $(BIN)/python examples/word_problems/smollm2.py build/smollm2
+	$(BIN)/trainkit examples run word_problems --model build/smollm2 $(ARGS)
 
 # one thread: small matrices are slower on many, and sums come out in one order; a process for each core instead
 SETTINGS := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false

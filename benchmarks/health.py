@@ -355,7 +355,7 @@ EXAMPLES: dict[str, list[list[str]]] = {
     "dpo_randomwalks": [[], ["--method", "kto"]],
     "ddpo_digits": [["--reward", reward] for reward in ("digit", "compressibility")],
     **{name: [[]] for name in ("distill_randomwalks", "ilql_randomwalks", "ppo_t5_copy", "reward_then_ppo")},
-    **{name: [[]] for name in ("rlhf_pipeline", "sft_dialogue")},
+    **{name: [[]] for name in ("rlhf_pipeline", "sft_dialogue", "word_problems")},
 }
 """The shipped examples, each with the options of its variants."""
 

@@ -104,6 +104,8 @@ NOT_RUN = {
     r"make (demo|test)": "continuous integration runs them",
     r"git switch": "the checkout is not the test's",
     r"trainkit eval .*--lm-eval": "it needs lm-eval and data of the hub",
+    r"trainkit watch": "it serves until Ctrl-C",
+    r".*smollm2": "it downloads a model; make examples-real does both",
     r"ray (start|stop)": "it needs Ray and several machines; make engines runs with Ray",
 }
 """Commands that are not executed, as patterns, and why."""

@@ -16,7 +16,7 @@ import pytest
 from trainkit_report.comparison import compare
 from trainkit_report.groups import runs_at
 from trainkit_report.report import report
-from written import write_run
+from written import EVIL, write_run
 
 ROOT = Path(__file__).parents[1]
 SITE = ROOT / "build" / "site"
@@ -29,7 +29,7 @@ FLAGS = (
     "--disable-sync",
     "--window-size=1200,900",
 )
-Opened = Callable[[Path], Any]
+Opened = Callable[[Path | str], Any]
 
 pytestmark = pytest.mark.browser
 
@@ -52,16 +52,19 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture
 def opened(driver: Any) -> Iterator[Opened]:
-    """``opened(page)``: the browser with a page; at the end, no error was logged and nothing else was requested."""
+    """``opened(page)``: the browser with a file or an address; at the end, no error was logged, nothing else asked."""
+    allowed = ["file:", "data:", "blob:", "chrome:"]
 
-    def open_page(page: Path) -> Any:
+    def open_page(page: Path | str) -> Any:
         driver.get_log("performance")
-        driver.get(page.as_uri())
+        if isinstance(page, str):
+            allowed.append(page)
+        driver.get(page if isinstance(page, str) else page.as_uri())
         return driver
 
     yield open_page
     assert [line for line in driver.get_log("browser") if line["level"] == "SEVERE"] == []
-    assert [url for url in requested(driver) if not url.startswith(("file:", "data:", "blob:"))] == []
+    assert [url for url in requested(driver) if not url.startswith(tuple(allowed))] == []
 
 
 def requested(driver: Any) -> Iterator[str]:
@@ -203,6 +206,114 @@ def width_of(driver: Any, width: int) -> Iterator[None]:
 @pytest.mark.parametrize("width", [390, 1200])
 def test_a_report_is_no_wider_than_the_window(opened: Opened, page: Path, width: int) -> None:
     driver = opened(page)
+    with width_of(driver, width):
+        assert driver.execute_script("return document.documentElement.scrollWidth") <= width
+
+
+# ------------------------------------------------------------------------------------------------- the page of a run
+
+
+@pytest.fixture
+def served(tmp_path: Path, driver: Any) -> Iterator[tuple[Path, str]]:
+    """A run that goes on, with its newest collection, and the address of the page about it."""
+    from trainkit_report.watch import Server
+
+    run = write_run(tmp_path / "run")
+    tokens = {"text": ["4", " cats", "<eos>"], "logprob": [-0.1, -6.0, -0.2], "kl": [0.0, 0.4, -0.2]}
+    rows = [
+        {"step": 20, "kind": "rollout", "prompt": EVIL, "output": f"{at} cats", "reward": at, "tokens": tokens}
+        for at in range(3)
+    ]
+    (run / "newest.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    server = Server([run]).start()
+    yield run, server.url
+    driver.get("about:blank")  # or it would ask on
+    server.close()
+
+
+def text_of(driver: Any, found: str) -> str:
+    return str(driver.find_element("css selector", found).text)
+
+
+def test_the_page_of_a_run_follows_it_and_leaves_what_is_open(opened: Opened, served: tuple[Path, str]) -> None:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    run, address = served
+    driver = opened(address)
+    closed = driver.find_element("css selector", "#curves details:first-of-type")
+    driver.execute_script("arguments[0].open = !arguments[0].open", closed)
+    before = bool(closed.get_attribute("open"))
+    with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": 21, "reward/mean": 7.5}) + "\n")
+    (run / "health.jsonl").write_text(
+        json.dumps({"step": 21, "check": "signal", "message": "all rewards are equal"}) + "\n"
+    )
+    WebDriverWait(driver, 20).until(lambda _: "21 of 20" in text_of(driver, "#runs"))
+    assert "all rewards are equal" in text_of(driver, "#health")
+    assert "7.5" in text_of(driver, "#curves")
+    assert bool(driver.find_element("css selector", "#curves details:first-of-type").get_attribute("open")) == before
+    WebDriverWait(driver, 20).until(lambda _: text_of(driver, "#status").startswith("up to date at"))
+
+
+def test_a_sentence_about_a_run_gives_way_to_the_next_one_and_to_its_page(
+    opened: Opened, served: tuple[Path, str]
+) -> None:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    run, address = served
+    run.rename(run.with_name("later"))
+    driver = opened(address)
+    assert "there is no directory" in text_of(driver, "#why")
+    run.mkdir()
+    WebDriverWait(driver, 20).until(lambda _: "is no run and holds none" in text_of(driver, "#why"))
+    run.rmdir()
+    run.with_name("later").rename(run)
+    WebDriverWait(driver, 20).until(lambda _: driver.find_elements("id", "curves"))
+
+
+def test_a_rollout_is_found_and_its_tokens_are_coloured_by_what_is_chosen(
+    opened: Opened, served: tuple[Path, str]
+) -> None:
+    run, address = served
+    driver = opened(address)
+    driver.find_element("css selector", "[name=text]").send_keys("2 CATS")
+    driver.find_element("css selector", "form button").click()
+    assert len(driver.find_elements("css selector", "#rollouts tbody tr")) == 1
+    driver.find_element("css selector", "#rollouts tbody a").click()
+    seen = {}
+    for name in ("logprob", "kl"):
+        driver.find_element("id", f"by-{name}").click()
+        tokens = driver.find_elements("css selector", ".t")
+        seen[name] = [token.value_of_css_property("background-color") for token in tokens]
+    assert seen["logprob"][1] != seen["logprob"][0] != seen["kl"][0]
+    assert seen["kl"][1] != seen["kl"][2]
+    assert [token.text.strip() for token in tokens] == ["4", "cats", "<eos>"]
+    (run / "newest.jsonl").write_text("")  # a newer collection takes its place
+    time.sleep(5)
+    assert len(driver.find_elements("css selector", ".t")) == 3
+    driver.find_element("link text", "Close").click()
+    assert driver.find_element("css selector", "[name=text]").get_attribute("value") == "2 CATS"
+
+
+def test_the_page_of_a_run_works_without_javascript(opened: Opened, served: tuple[Path, str], driver: Any) -> None:
+    driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+    try:
+        opened(served[1])
+        assert "Without JavaScript" in text_of(driver, "#status")
+        assert driver.find_elements("css selector", "noscript meta[http-equiv=refresh]")
+        driver.find_element("css selector", "[name=least]").send_keys("1")
+        driver.find_element("css selector", "form button").click()
+        assert len(driver.find_elements("css selector", "#rollouts tbody tr")) > 1
+        driver.find_element("link text", "tokens").click()
+        assert len(driver.find_elements("css selector", ".t")) == 3
+    finally:
+        driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+def test_the_page_of_a_run_is_no_wider_than_the_window(opened: Opened, served: tuple[Path, str], width: int) -> None:
+    driver = opened(served[1])
+    driver.find_element("link text", "tokens").click()
     with width_of(driver, width):
         assert driver.execute_script("return document.documentElement.scrollWidth") <= width
 

@@ -675,6 +675,33 @@ def test_sft_dialogue_reports_the_loss_and_the_answers_before_and_after(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_same_path")
+def test_word_problems_are_learnt_from_two_layers_and_by_an_adapter_of_another_model(tmp_path: Path) -> None:
+    task = load_file(examples.find_examples()["word_problems"].parent / "task.py")
+    for row in task.split(3, 200)[1]:  # the worked answers get the whole reward
+        worked = row["completion"][0]["content"]
+        assert eval(worked.split(", ")[1].split(" = ")[0]) == row["answer"]
+        assert task.reward([worked], [row["answer"]])["score"] == [1.0]
+    outputs = ["The answer is 4.", "The answer is 5.", "It is 5.", "The answer is 5. Or 6"]
+    assert task.reward(outputs, [5] * 4)["score"] == [task.WORTH, 1.0, 0.0, 0.0]
+
+    printed = example(tmp_path / "whole", "word_problems", "--sft-steps", "2", "--steps", "2")
+    assert_shown(
+        printed,
+        "form",
+        *measured(tmp_path / "whole/sft", "eval/form"),
+        measured(tmp_path / "whole/grpo", "eval/form")[-1],
+    )
+    rollouts = [json.loads(line) for line in (tmp_path / "whole/grpo/newest.jsonl").read_text().splitlines()]
+    assert all(each["reward"] == (1 - task.WORTH) * each["result"] + task.WORTH * each["form"] for each in rollouts)
+    model = ["--model", str(tmp_path / "whole/sft/model")]
+    for train in ("lora", "whole"):
+        place = tmp_path / train / "again"
+        example(place, "word_problems", "--sft-steps", "1", "--steps", "1", "--train", train, *model)
+        assert (place / "pretrained_grpo/model/adapter_config.json").exists() == (train == "lora")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_same_path")
 def test_arithmetic_is_judged_by_sums_that_no_stage_has_seen(tmp_path: Path) -> None:
     task = load_file(examples.find_examples()["rloo_arithmetic"].parent / "task.py")
     parts = task.split(3)

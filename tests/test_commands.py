@@ -23,19 +23,19 @@ GROUP = "trainkit.commands"
 FUNCTION = """
 import typer
 
-def watch(run: str, often: bool = False) -> None:
-    "Watch a run."
-    typer.echo(f"watching {run} {often}")
+def peek(run: str, often: bool = False) -> None:
+    "Peek a run."
+    typer.echo(f"peeking {run} {often}")
 """
 APP = """
 import typer
 
-app = typer.Typer(help="Watch runs.")
+app = typer.Typer(help="Peek runs.")
 
 @app.command()
 def begin(run: str) -> None:
     "Begin."
-    typer.echo(f"watching {run}")
+    typer.echo(f"peeking {run}")
 
 @app.command()
 def fail() -> None:
@@ -48,8 +48,8 @@ import typer
 app = typer.Typer(rich_markup_mode=None)
 
 @app.command(epilog="That is all.")
-def watch(run: str) -> None:
-    typer.echo(f"watching {run}")
+def peek(run: str) -> None:
+    typer.echo(f"peeking {run}")
 """
 LOUD = "raise RuntimeError('imported')"
 
@@ -74,20 +74,20 @@ def said(result: Any) -> str:
 @pytest.mark.parametrize(
     ("source", "target", "arguments", "prints"),
     [
-        (FUNCTION, "watch_f:watch", ["a", "--often"], "watching a True"),
-        (FUNCTION, "watch_f:watch", ["--help"], "Usage: trainkit watch [OPTIONS]"),
-        (APP, "watch_a:app", ["begin", "a"], "watching a"),
-        (APP, "watch_a:app", ["--help"], "Watch runs."),
-        (APP, "watch_b:app", ["fail"], "DataError: there is no run; give one"),
-        (ONE, "watch_c:app", ["a"], "watching a"),
-        (ONE, "watch_c:app", ["--help"], "[required] Options: --help Show this message and exit. That is all."),
+        (FUNCTION, "peek_f:peek", ["a", "--often"], "peeking a True"),
+        (FUNCTION, "peek_f:peek", ["--help"], "Usage: trainkit peek [OPTIONS]"),
+        (APP, "peek_a:app", ["begin", "a"], "peeking a"),
+        (APP, "peek_a:app", ["--help"], "Peek runs."),
+        (APP, "peek_b:app", ["fail"], "DataError: there is no run; give one"),
+        (ONE, "peek_c:app", ["a"], "peeking a"),
+        (ONE, "peek_c:app", ["--help"], "[required] Options: --help Show this message and exit. That is all."),
     ],
 )
 def test_an_installed_command_is_called(
     install: Callable[..., Path], source: str, target: str, arguments: list[str], prints: str
 ) -> None:
-    install("fake-watch", {"watch": target}, source, group=GROUP)
-    assert prints in said(CliRunner().invoke(app, ["watch", *arguments], prog_name="trainkit"))
+    install("fake-peek", {"peek": target}, source, group=GROUP)
+    assert prints in said(CliRunner().invoke(app, ["peek", *arguments], prog_name="trainkit"))
 
 
 def test_help_lists_installed_commands_with_the_summary_and_does_not_import_them(install: Callable[..., Path]) -> None:
@@ -130,48 +130,48 @@ def test_a_command_that_cannot_be_imported_is_explained(
 
 def test_a_name_that_two_distributions_claim_is_refused_and_both_are_named(install: Callable[..., Path]) -> None:
     for name in ("fake-one", "fake-two"):
-        install(name, {"watch": f"{name.replace('-', '_')}:watch"}, FUNCTION, group=GROUP)
-    result = call("watch", "a")
+        install(name, {"peek": f"{name.replace('-', '_')}:peek"}, FUNCTION, group=GROUP)
+    result = call("peek", "a")
     both = (
-        "it is claimed twice: fake-one 1.0 (fake_one:watch); fake-two 1.0 (fake_two:watch); "
+        "it is claimed twice: fake-one 1.0 (fake_one:peek); fake-two 1.0 (fake_two:peek); "
         "uninstall or disable all but one"
     )
     told = call("--help").output.partition("Commands that cannot be used:")
     assert result.exit_code == 1
-    assert f"RegistryError: the command 'watch' cannot be used: {both}" in said(result)
-    assert "watch" not in told[0]
+    assert f"RegistryError: the command 'peek' cannot be used: {both}" in said(result)
+    assert "peek" not in told[0]
     assert both in " ".join(told[2].split())
 
 
 @pytest.mark.parametrize("name", ["train", "config"])
 def test_a_command_of_the_core_stays_its_own(install: Callable[..., Path], name: str) -> None:
-    install("fake-core", {name: "fake_core:watch"}, LOUD, group=GROUP)
+    install("fake-core", {name: "fake_core:peek"}, LOUD, group=GROUP)
     assert f"Usage: trainkit {name}" in said(CliRunner().invoke(app, [name, "--help"], prog_name="trainkit"))
-    told = "fake-core 1.0 (fake_core:watch) names it, but it is a command of trainkit itself; uninstall fake-core"
+    told = "fake-core 1.0 (fake_core:peek) names it, but it is a command of trainkit itself; uninstall fake-core"
     assert told in said(call("--help"))
 
 
 def test_a_disabled_command_says_what_disables_it(
     install: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install("fake-watch", {"watch": "fake_watch:watch"}, FUNCTION, group=GROUP)
-    monkeypatch.setenv("TRAINKIT_DISABLE_PLUGINS", "fake-watch")
-    assert "fake-watch 1.0 is disabled by TRAINKIT_DISABLE_PLUGINS" in said(call("watch", "a"))
-    install("fake-other", {"watch": "fake_other:watch"}, FUNCTION, group=GROUP)
-    assert said(call("watch", "a")) == "watching a False"
+    install("fake-peek", {"peek": "fake_peek:peek"}, FUNCTION, group=GROUP)
+    monkeypatch.setenv("TRAINKIT_DISABLE_PLUGINS", "fake-peek")
+    assert "fake-peek 1.0 is disabled by TRAINKIT_DISABLE_PLUGINS" in said(call("peek", "a"))
+    install("fake-other", {"peek": "fake_other:peek"}, FUNCTION, group=GROUP)
+    assert said(call("peek", "a")) == "peeking a False"
 
 
 def test_entry_points_that_cannot_be_read_hide_no_other_command(install: Callable[..., Path]) -> None:
     home = install("fake-torn", {"torn": "torn:app"}, group=GROUP)
     (home / "fake_torn-1.0.dist-info" / "entry_points.txt").write_text(f"[{GROUP}]\nnonsense\n")
-    install("fake-watch", {"watch": "fake_watch:watch"}, FUNCTION, group=GROUP)
+    install("fake-peek", {"peek": "fake_peek:peek"}, FUNCTION, group=GROUP)
     assert "the entry points of fake-torn 1.0 cannot be read" in said(call("--help"))
-    assert call("watch", "a").exit_code == 0
+    assert call("peek", "a").exit_code == 0
 
 
-@pytest.mark.parametrize(("given", "meant"), [("trian", "train"), ("wacth", "watch"), ("exmaples", "examples")])
+@pytest.mark.parametrize(("given", "meant"), [("trian", "train"), ("peeek", "peek"), ("exmaples", "examples")])
 def test_an_unknown_command_has_suggestions(install: Callable[..., Path], given: str, meant: str) -> None:
-    install("fake-watch", {"watch": "fake_watch:watch"}, FUNCTION, group=GROUP)
+    install("fake-peek", {"peek": "fake_peek:peek"}, FUNCTION, group=GROUP)
     result = call(given)
     assert result.exit_code == 2
     assert f"No such command '{given}'. Did you mean '{meant}'?" in said(result)
@@ -204,7 +204,7 @@ def test_a_command_of_trainkit_that_is_not_installed_says_what_to_install(
 
 @pytest.mark.parametrize("name", [*OWN])
 def test_a_command_of_trainkit_stays_its_own(name: str, install: Callable[..., Path]) -> None:
-    install("fake-own", {name: "fake_own:watch"}, LOUD, group=GROUP)
+    install("fake-own", {name: "fake_own:peek"}, LOUD, group=GROUP)
     assert f"Usage: trainkit {name}" in said(CliRunner().invoke(app, [name, "--help"], prog_name="trainkit"))
     assert f"it belongs to trainkit's own {OWN[name][0]}; uninstall fake-own" in said(call("--help"))
 
@@ -212,7 +212,7 @@ def test_a_command_of_trainkit_stays_its_own(name: str, install: Callable[..., P
 def test_a_strangers_command_with_the_name_of_one_that_is_not_installed_is_refused(
     install: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install("fake-own", {"migrate": "fake_own:watch"}, LOUD, group=GROUP)
+    install("fake-own", {"migrate": "fake_own:peek"}, LOUD, group=GROUP)
     alone = [each for each in commands.distributions() if each.name == "fake-own"]
     monkeypatch.setattr(commands, "distributions", lambda: alone)
     result = call("migrate", "a")

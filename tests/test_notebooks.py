@@ -8,6 +8,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
@@ -104,6 +105,25 @@ def test_a_notebook_shows_where_a_trainer_is(trained: Any, tmp_path: Path) -> No
     assert "unwrapped" not in vars(fresh), "showing it loads no model"
     assert len(fresh.history) == 0
     assert not (tmp_path / EVIL.replace("/", "")).exists()
+
+
+def test_a_notebook_watches_a_run_from_before_its_first_step(tmp_path: Path) -> None:
+    trainer = tiny_trainer("rloo", tmp_path / "run", train__total_steps=2)
+    page = trainer.watch()
+    try:
+
+        def read() -> str:
+            with urlopen(page.url) as answer:
+                return str(answer.read().decode())
+
+        assert page.url in page._repr_html_()
+        assert "there is no directory" in read()
+        trainer.learn()
+        assert "2 of 2" in read()
+    finally:
+        page.close()
+    with pytest.raises(ConfigError, match=r"set train\.run_dir"):
+        tiny_trainer("rloo", tmp_path / "run", train__run_dir=None).watch()
 
 
 def test_a_notebook_shows_responses_as_a_table(trained: Any) -> None:

@@ -130,6 +130,17 @@ def test_recorded_rollouts_have_rewards_by_part_columns_and_advantages(
         groups = [rollouts[at : at + trainer.samples_per_prompt] for at in range(0, 8, trainer.samples_per_prompt)]
         assert all(len({line["prompt"] for line in group}) == 1 for group in groups)
         assert all(abs(sum(line["advantage"] for line in group)) < 1e-5 for group in groups)
+    newest = read(tmp_path / "run" / "newest.jsonl")
+    assert [line for line in lines if line["kind"] == "rollout"][-1]["step"] == newest[0]["step"]
+    for line in newest:
+        of_tokens = line["tokens"]
+        assert "".join(of_tokens["text"]).replace("<eos>", "").replace("<pad>", "") == line["output"]
+        assert all(len(values) == len(of_tokens["text"]) for values in of_tokens.values())
+        assert ("kl" in of_tokens) == (method == "ppo")  # grpo has no reference
+        assert max(of_tokens["logprob"]) < 0
+        if "advantage" in line:
+            mean = sum(of_tokens["advantage"]) / len(of_tokens["advantage"])
+            assert mean == pytest.approx(line["advantage"], abs=1e-3)
     evaluated = [line for line in lines if line["kind"] == "evaluation"]
     levels = {(line["prompt"], line["columns"]["level"]) for line in evaluated}
     assert levels == {(row["prompt"], row["level"]) for row in prompts}

@@ -1,8 +1,9 @@
-"""The files of runs, written as runs write them, without running any."""
+"""The files of runs, written as runs write them, without running any; and what pages about them have."""
 
 from __future__ import annotations
 
 import json
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -53,3 +54,22 @@ def write_run(
         ]
         (path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+class Page(HTMLParser):
+    """What a browser would load or run, and the text of a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "action", "data", "srcset")]
+        assert not [name for name, _ in attrs if name.startswith("on")]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data

@@ -29,6 +29,7 @@ OWN = {
     "push": ("trainkit-tools", "Publish an exported model on the hub of Hugging Face."),
     "report": ("trainkit-report", "Write a page of HTML about runs."),
     "sweep": ("trainkit-sweep", "Search settings with Optuna."),
+    "watch": ("trainkit-report", "Serve a page about runs while they go on."),
 }
 """trainkit's own commands that are not in the core, with their distributions and what `trainkit --help` says of them.
 No other distribution may name a command so, whether they are installed or not."""

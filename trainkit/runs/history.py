@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from trainkit.errors import ConfigError, describe, suggest
+from trainkit.errors import ConfigError, RegistryError, describe, suggest
+from trainkit.plugins.commands import OWN, installed_commands
+from trainkit.plugins.discovery import how_to_install
 from trainkit.runs.record import main_metric
 from trainkit.tables import table
 
@@ -118,3 +122,15 @@ def overview(trainer: RunView) -> Markup:
     evaluation = [row for row in sorted(at.evaluation.items()) if not row[0].startswith("eval/time")]
     facts += [(f"evaluated after step {at.evaluated}", "")] if evaluation else []
     return table([*facts, *evaluation], caption=type(trainer).__name__)
+
+
+def watched(trainer: RunView, port: int) -> Any:
+    """Serve the page of ``trainkit watch`` about the run of a trainer from a thread; see `AcceleratedLoop.watch`."""
+    place = trainer.run_dir or trainer.config.train.run_dir
+    if place is None:
+        raise ConfigError("the run has no directory yet, so there is nothing to watch; set train.run_dir")
+    command = next((each for each in installed_commands(()) if each.name == "watch" and not each.why), None)
+    if command is None:
+        owner, _ = OWN["watch"]
+        raise RegistryError(f"'watch' is in {owner}, which is not installed: {how_to_install(owner)}")
+    return import_module(command.target.partition(":")[0]).served([Path(place)], port)

@@ -1,10 +1,11 @@
-"""The lines of a run: ``metrics.jsonl`` and ``samples.jsonl`` in its directory."""
+"""The lines of a run: ``metrics.jsonl``, ``samples.jsonl`` and ``newest.jsonl`` in its directory."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +14,14 @@ from torch import Tensor
 from trainkit.plugins import hookimpl
 
 if TYPE_CHECKING:
-    from trainkit.data import Rollouts
+    from trainkit.data import Rollouts, Sequences
     from trainkit.runs.view import RunView
 
 log = logging.getLogger(__name__)
 
 Sample = dict[str, Any]
+NEWEST = 64
+"""Rollouts that ``newest.jsonl`` has at most."""
 
 
 def is_recorded(number: int) -> bool:
@@ -27,7 +30,10 @@ def is_recorded(number: int) -> bool:
 
 
 class JsonLines:
-    """``metrics.jsonl``, and ``samples.jsonl`` with every evaluated sample and the rollouts of some collections."""
+    """``metrics.jsonl``, and ``samples.jsonl`` with every evaluated sample and the rollouts of some collections.
+
+    ``newest.jsonl`` has the first rollouts of the newest collection, token by token.
+    """
 
     @hookimpl
     def on_train_begin(self, trainer: RunView) -> None:
@@ -36,7 +42,8 @@ class JsonLines:
         for name in ("metrics.jsonl", "health.jsonl"):
             _keep_lines(trainer.run_dir, name, lambda line: line["step"] <= at)
         # rollouts are collected after the checkpoint of their step, evaluations before
-        _keep_lines(trainer.run_dir, "samples.jsonl", lambda line: line["step"] <= at - (line["kind"] == "rollout"))
+        for name in ("samples.jsonl", "newest.jsonl"):
+            _keep_lines(trainer.run_dir, name, lambda line: line["step"] <= at - (line["kind"] == "rollout"))
 
     @hookimpl
     def log_metrics(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:
@@ -52,22 +59,32 @@ class JsonLines:
 
     @hookimpl
     def on_experience(self, trainer: RunView, rollouts: list[Rollouts], experience: Any) -> None:
-        """Append a line for each rollout of a collection that `is_recorded`, on this process."""
-        if not is_recorded(trainer.collector.collection.number):
+        """Append a line for each rollout of a collection that `is_recorded`, and replace those of the newest one.
+
+        The rollouts are those of this process.
+        """
+        if not rollouts or trainer.run_dir is None:
             return
+        recorded, count = is_recorded(trainer.collector.collection.number), sum(map(len, rollouts))
         at = {"step": trainer.progress.step, "kind": "rollout"}
-        records = [{**at, **record} for part in rollouts for record in _records(part)]
+        known = islice(chain.from_iterable(map(_records, rollouts)), None if recorded else NEWEST)
+        records = [{**at, **record} for record in known]
         advantages = _advantages(experience)
-        if len(advantages) == len(records):  # an algorithm may make other rows than one for each response
-            records = [{**record, "advantage": value} for record, value in zip(records, advantages, strict=True)]
-        append(trainer.run_dir, "samples.jsonl", records)
+        if len(advantages) == count:  # an algorithm may make other rows than one for each response
+            records = [{**each, "advantage": value} for each, value in zip(records, advantages, strict=False)]
+        if recorded:
+            append(trainer.run_dir, "samples.jsonl", records)
+        tokens = islice(_tokens(trainer, rollouts, experience, count), NEWEST)
+        newest = [{**each, "tokens": of_each} for each, of_each in zip(records, tokens, strict=False)]
+        append(trainer.run_dir, ".newest.jsonl", newest or records[:NEWEST], mode="w")
+        (trainer.run_dir / ".newest.jsonl").replace(trainer.run_dir / "newest.jsonl")
 
 
-def append(run_dir: Path | None, name: str, records: list[dict[str, Any]]) -> None:
+def append(run_dir: Path | None, name: str, records: list[dict[str, Any]], mode: str = "a") -> None:
     """Append records to a file of the run's directory, a line each; do nothing without a directory."""
     if run_dir is None:
         return
-    with (run_dir / name).open("a", encoding="utf-8") as file:
+    with (run_dir / name).open(mode, encoding="utf-8") as file:
         file.writelines(json.dumps(record, default=_plain) + "\n" for record in records)
 
 
@@ -128,3 +145,42 @@ def _advantages(experience: Any) -> list[float]:
         if mask is None
         else [float(value) for value in advantages.masked_fill(~mask, 0).sum(1) / mask.sum(1).clamp(min=1)]
     )
+
+
+def _tokens(trainer: RunView, rollouts: list[Rollouts], experience: Any, count: int) -> Iterator[dict[str, list[Any]]]:
+    """Yield what is known of the tokens of each response: text, log-probability, advantage, KL from the reference."""
+    sequences, tokenizer = getattr(experience, "sequences", None), getattr(trainer, "tokenizer", None)
+    if tokenizer is None:
+        return
+    if sequences is None or len(sequences) != count:  # other rows than one for each response
+        parts = [(part.sequences, {"logprob": part.logprobs}) for part in rollouts]
+    else:
+        logprobs, advantages = (getattr(experience, name, None) for name in ("old_logprobs", "advantages"))
+        reference = trainer.collector.collection.ref_logprobs if trainer.needs_reference else None
+        kl = None if logprobs is None or reference is None else logprobs - reference
+        parts = [(sequences, {"logprob": logprobs, "advantage": advantages, "kl": kl})]
+    for of_part, known in parts:
+        yield from _of_tokens(tokenizer, of_part, known)
+
+
+def _of_tokens(
+    tokenizer: Any, sequences: Sequences, known: Mapping[str, Tensor | None]
+) -> Iterator[dict[str, list[Any]]]:
+    """Yield columns of the response tokens of the first rows; values [B] are those of all tokens of a response."""
+    mask = sequences.response_mask[:NEWEST]
+    columns: dict[str, Sequence[Any]] = {"text": _texts(tokenizer, sequences.input_ids[:NEWEST][mask].tolist())}
+    for name, values in known.items():
+        if values is not None:
+            wide = values[:NEWEST] if values.dim() > 1 else values[:NEWEST, None].expand_as(mask)
+            columns[name] = [float(f"{value:.4g}") for value in wide[mask].tolist()]
+    end = 0
+    for length in mask.sum(1).tolist():
+        start, end = end, end + length
+        yield {name: list(values[start:end]) for name, values in columns.items()}
+
+
+def _texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """Return each token as text, with the space before it, which some tokenizers remove at the beginning of a text."""
+    first = tokenizer.decode(ids[:1])
+    texts = {each: tokenizer.decode([ids[0], each])[len(first) :] for each in set(ids)}
+    return [texts[each] for each in ids]

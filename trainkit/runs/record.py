@@ -121,8 +121,10 @@ class Record:
         return first, last
 
     def collected(self) -> list[dict[str, Any]]:
-        """Return the rollouts of the last collection that is recorded."""
-        last: list[dict[str, Any]] = []
+        """Return the rollouts of the newest collection, or of one before it if the run has no ``newest.jsonl``."""
+        last = read_lines(self.path / "newest.jsonl")
+        if last:
+            return last
         for line in lines_of(self.path / "samples.jsonl"):
             if line.get("kind") == "rollout":
                 last = last if last and last[-1].get("step") == line.get("step") else []

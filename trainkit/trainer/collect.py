@@ -213,6 +213,7 @@ class Collector:
 
     def prepare(self) -> None:
         """Apply `prepare_experience` to the collection in the store."""
+        self.collection.ref_logprobs = getattr(self.store.experience, "ref_logprobs", None)
         rows, prepared = len(self.store), self.algorithm.prepare_experience(self.store.experience)
         self.store.experience = checked_batch(self.algorithm, "prepare_experience", prepared)
         self.collection.ordered &= len(self.store) == rows

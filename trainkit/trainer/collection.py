@@ -42,6 +42,8 @@ class Collection:
     """What was sampled, for the hooks."""
     scores: list[Tensor] = field(default_factory=list)
     """The scores of the responses [B] of each part."""
+    ref_logprobs: Tensor | None = None
+    """Those of its experience [B, T] before `prepare_experience`, which need not keep them; for the hooks."""
     seen: Seen = field(default_factory=Counter)
     """Counts of its responses by the position of their row."""
     reward_seconds: float = 0.0

@@ -28,7 +28,7 @@ from trainkit.plugins.hooks import entry_name
 from trainkit.plugins.registry import is_tracker
 from trainkit.runs import Record, hub
 from trainkit.runs.health import Health
-from trainkit.runs.history import History, overview
+from trainkit.runs.history import History, overview, watched
 from trainkit.runs.identity import Identity
 from trainkit.runs.parallel import Parallel
 from trainkit.runs.progress import Progress
@@ -635,6 +635,21 @@ class AcceleratedLoop(BaseRLTrainer[M]):
     def history(self) -> History:
         """The metrics of the run so far, as its directory has them: a table, `to_pandas` and `plot` in notebooks."""
         return History({} if self.run_dir is None else Record(self.run_dir).series)
+
+    def watch(self, port: int = 0) -> Any:
+        """Serve a page about this run while it goes on, as ``trainkit watch`` does, from a thread of this process.
+
+        Args:
+            port: the port on this machine; 0 for a free one.
+
+        Returns:
+            What a notebook shows as the page: its ``url``, and ``close()`` to end it.
+
+        Raises:
+            ConfigError: `train.run_dir` is not set and the run has not begun, or the port cannot be used.
+            RegistryError: the distribution with the page is not installed.
+        """
+        return watched(self, port)
 
     def _repr_html_(self) -> str:
         """Return a table for notebooks: the method, the directory, how far the run is, and the last evaluation."""

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -26,28 +25,9 @@ from trainkit_report.comparison import Paired, compare
 from trainkit_report.groups import grouped, runs_at
 from trainkit_report.lines import Line, line_chart
 from trainkit_report.report import LARGEST, changed, chosen, lasted, report
-from written import EVIL, write_run
+from written import EVIL, Page, write_run
 
 NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
-
-
-class Page(HTMLParser):
-    """What a browser would load or run, and the text of a page."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.addresses: list[str] = []
-        self.text = ""
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "action", "data", "srcset")]
-        assert not [name for name, _ in attrs if name.startswith("on")]
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
 
 
 def reported(*paths: Path) -> str:

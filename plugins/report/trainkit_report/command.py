@@ -1,10 +1,11 @@
-"""The commands: reports and comparisons of runs."""
+"""The commands: reports and comparisons of runs, and the page that is served while they go on."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -61,6 +62,35 @@ def compare(
     typer.echo(json.dumps(_plain(found), indent=2) if as_json else "\n".join(map(printable, _text(found))))
     if out is not None:
         _write(out, written([*sides[0], *sides[1]], f"{found.first.name} and {found.second.name}", found))
+
+
+def watch(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Directories of runs, or directories that hold runs.")
+    ],
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="The port; 0 for a free one.")] = 8765,
+) -> None:
+    """Serve a page about runs while they go on, or after it: the report of them, rollouts, and responses by token.
+
+    The page is read-only, and this machine alone can open it; it needs no network and no JavaScript.
+    """
+    from trainkit_report.watch import Server
+
+    server = Server(runs, port)
+    typer.echo(f"{server.url} shows {', '.join(printable(str(run)) for run in runs)}; Ctrl-C ends it")
+    typer.echo(
+        f"from another machine: ssh -L {server.port}:127.0.0.1:{server.port} THIS_MACHINE, then the same address"
+    )
+    with suppress(KeyboardInterrupt):
+        server.serve_forever()
+    server.server_close()
+
+
+def served(places: Sequence[Path], port: int = 0) -> Any:
+    """Return a server of the page about runs that has begun in a thread; `trainkit.runs.history.watched` calls it."""
+    from trainkit_report.watch import Server
+
+    return Server(places, port).start()
 
 
 def _write(path: Path, page: str) -> None:

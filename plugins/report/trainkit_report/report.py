@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeGuard
 
 from markupsafe import Markup, escape
 
@@ -51,7 +51,14 @@ class Chart:
     note: str = ""
 
 
-def report(runs: Sequence[Record], title: str | None = None, comparison: Comparison | None = None) -> str:
+def report(
+    runs: Sequence[Record],
+    title: str | None = None,
+    comparison: Comparison | None = None,
+    *,
+    template: str = "run.html",
+    **further: Any,
+) -> str:
     """Return the report of runs as HTML of at most 1 MB, without references to other files or addresses.
 
     Runs that differ by their seed alone are one curve with a band.
@@ -60,6 +67,8 @@ def report(runs: Sequence[Record], title: str | None = None, comparison: Compari
         runs: at least one, with metrics, as `trainkit_report.groups.runs_at` returns them.
         title: the heading; None for the names of the runs.
         comparison: shown first.
+        template: the name of the template.
+        **further: what this needs besides.
 
     Raises:
         ConfigError, DataError: a run cannot be read, or there are too many different ones.
@@ -72,7 +81,8 @@ def report(runs: Sequence[Record], title: str | None = None, comparison: Compari
         )
     title = title or _title(groups)
     for detail in DETAIL:
-        page = _page(groups, printable(title), comparison, *detail)
+        facts = _facts(groups, comparison, *detail)
+        page = render(TEMPLATES / template, title=printable(title), groups=groups, **(facts | further))
         if len(page.encode()) <= LARGEST:
             break
     return page
@@ -83,21 +93,16 @@ def _title(groups: Sequence[Group]) -> str:
     return ", ".join(names if len(names) <= NAMED else [*names[:NAMED], f"and {len(names) - NAMED} more"])
 
 
-def _page(
-    groups: Sequence[Group],
-    title: str,
-    comparison: Comparison | None,
-    points: int,
-    samples: int,
-    characters: int,
-    most: int,
-) -> str:
+def _facts(
+    groups: Sequence[Group], comparison: Comparison | None, points: int, samples: int, characters: int, most: int
+) -> dict[str, Any]:
+    """Return what the template shows of runs."""
     charts, left_out = curves(groups, points, most)
     everything = [run.path for group in groups for run in group.runs]
     runs = [(name_of([run], everything), run) for group in groups for run in group.runs]
-    facts: dict[str, Any] = {
+    return {
         "comparison": comparison,
-        "runs": [_facts(name, run) for name, run in runs],
+        "runs": [_row(name, run) for name, run in runs],
         "differences": _differences(groups),
         "charts": charts,
         "left_out": left_out,
@@ -110,22 +115,20 @@ def _page(
         "configs": [(group, config_lines(group.runs[0])) for group in groups],
         "starts": _starts(runs),
         "unknown": [name for name, run in runs if not run.starts],
-    }
-    helpers = {
         "number": number,
         "shown": shown,
         "moment": moment,
         "known": known,
         "cell": cell,
         "checks": CHECKS,
+        "live": False,
     }
-    return render(TEMPLATES / "run.html", title=title, groups=groups, **helpers, **facts)
 
 
 # ----------------------------------------------------------------------------------------------------------- facts
 
 
-def _facts(name: str, run: Record) -> dict[str, Any]:
+def _row(name: str, run: Record) -> dict[str, Any]:
     """Return the row of a run in the first table."""
     metric = main_metric(run.series)
     values = list(run.series[metric].values()) if metric else [math.nan]
@@ -339,16 +342,17 @@ def chosen(samples: list[Any], most: int) -> list[Any]:
 
 
 def _is_rewarded(sample: dict[str, Any]) -> bool:
-    return _is_number(sample.get("reward"))
+    return is_number(sample.get("reward"))
 
 
 def measures(sample: dict[str, Any]) -> dict[str, str]:
     """Return the numbers of a sample, the reward first, as text."""
-    found = {name: value for name, value in sample.items() if _is_number(value) and name != "step"}
+    found = {name: value for name, value in sample.items() if is_number(value) and name != "step"}
     return {name: number(found[name]) for name in sorted(found, key=lambda name: (name != "reward", name))}
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
+    """Return whether a value is a number, NaN included."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -382,12 +386,12 @@ def _distributions(group: Group) -> dict[str, Any]:
     """Return histograms of what was measured of the samples of the first and the last evaluation."""
     pairs = [run.evaluated() for run in group.runs]
     first, last = ([sample for pair in pairs for sample in pair[at]] for at in (0, 1))
-    names = sorted({name for sample in last for name, value in sample.items() if _is_number(value) and name != "step"})
+    names = sorted({name for sample in last for name, value in sample.items() if is_number(value) and name != "step"})
     names = sorted(names, key=lambda name: name != "reward")[:MEASURED]
     charts = []
     for name in names:
         kinds = [("last", last), *([("first", first)] if first else [])]
-        bars = [Bars(kind, [float(s[name]) for s in part if _is_number(s.get(name))]) for kind, part in kinds]
+        bars = [Bars(kind, [float(s[name]) for s in part if is_number(s.get(name))]) for kind, part in kinds]
         charts.append(Chart(name, histogram(bars, title=f"Distribution of {name}", x_label=name)))
     return {
         "group": group.name,
