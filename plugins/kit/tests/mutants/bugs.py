@@ -1829,8 +1829,8 @@ BUGS = (
         "dpo",
         ("gradient_in_expectation",),
         patch="""
--    against_chosen, against_rejected = rejected_kl.detach().clamp(min=0), chosen_kl.detach().clamp(min=0)
-+    against_chosen, against_rejected = chosen_kl.detach().clamp(min=0), rejected_kl.detach().clamp(min=0)
+-        sides = kto_pair_losses(chosen, rejected, batch.chosen_kl, batch.rejected_kl, beta=method.beta)
++        sides = kto_pair_losses(chosen, rejected, batch.rejected_kl, batch.chosen_kl, beta=method.beta)
 """,
     ),
     Bug(
