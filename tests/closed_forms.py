@@ -548,6 +548,47 @@ def _(m: Array, a: float, b: float, *x: Array) -> float:
     return float(((-0.8 * log_sigmoid(margins) + 0.2 * log_sigmoid(-margins)) / 0.6).mean())
 
 
+OF_SIDES: dict[str, Callable[[Array, Array], Array]] = {
+    "nca_pair": lambda c, r: -log_sigmoid(c) - (log_sigmoid(-c) + log_sigmoid(-r)) / 2,
+    "bco_pair": lambda c, r: -log_sigmoid(c) - log_sigmoid(-r),
+    "apo_zero": lambda c, r: sigmoid(-c) + sigmoid(r),
+    "apo_down": lambda c, r: sigmoid(c) + sigmoid(r - c),
+    "discopop": lambda c, r: sigmoid(20 * (c - r)) * np.exp(r - c) - sigmoid(20 * (r - c)) * log_sigmoid(c - r),
+}
+"""Losses of β(log π − log π_ref) of both sides."""
+
+
+def _of_sides(loss: Callable[[Array, Array], Array]) -> Callable[..., float]:
+    def closed(m: Array, a: float, b: float, *x: Array) -> float:
+        chosen, rejected = ratios(m, *x[:4])
+        return float(loss(a * chosen, a * rejected).mean())
+
+    return closed
+
+
+for _name, _loss in OF_SIDES.items():
+    form(f"the loss of DPO, {_name}", 5, _dpo(_name))(_of_sides(_loss))
+
+
+@form("the loss of SPPO", 5, _dpo("sppo_hard"))
+def _(m: Array, a: float, b: float, *x: Array) -> float:
+    chosen, rejected = ratios(m, *x[:4])
+    return float(((chosen - 0.5 / a) ** 2 + (rejected + 0.5 / a) ** 2).mean())
+
+
+@form("the loss of EXO", 5, _dpo("exo_pair", label_smoothing=0.2))
+def _(m: Array, a: float, b: float, *x: Array) -> float:
+    chosen, rejected = ratios(m, *x[:4])
+    likely = sigmoid(a * (chosen - rejected))
+    return float((likely * np.log(likely / 0.8) + (1 - likely) * np.log((1 - likely) / 0.2)).mean())
+
+
+@form("the loss of DPO, averaged over tokens", 5, _dpo("sigmoid_norm"))
+def _(m: Array, a: float, b: float, *x: Array) -> float:
+    chosen, rejected = ratios(m, *x[:4], lengths=m.sum(1))
+    return float(-log_sigmoid(a * (chosen - rejected)).mean())
+
+
 @form("the loss of KTO of pairs", 5, _dpo("kto_pair"), learnt=4)
 def _(m: Array, a: float, b: float, *x: Array) -> float:
     chosen, rejected = ratios(m, *x[:4])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -356,6 +357,42 @@ def test_the_attention_of_cudnn_is_used_only_if_its_gradients_are_finite(monkeyp
         backend.use_right_attention(torch.device("cuda"))
         backend.use_right_attention(CPU)
     assert chosen == [True, False]
+
+
+class Waits(TorchDispatchMode):
+    """Collects the calls for which the host would wait for a GPU: of values, and of sizes that depend on values."""
+
+    KINDS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "_unique2", "unique_dim", "masked_select")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        by_mask = name in ("index", "index_put", "index_put_") and any(
+            at is not None and at.dtype == torch.bool for at in args[1]
+        )
+        if name in self.KINDS or by_mask:
+            self.calls.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["rloo", "dpo"])
+def test_a_step_waits_for_the_device_at_most_ten_times(name: str, tmp_path: Path) -> None:
+    """Outside of sampling, with one micro-batch and an optimizer that reads nothing."""
+    trainer, waits = tiny_trainer(name, tmp_path, train__total_steps=2, optimizer__name="sgd"), Waits()
+    update = trainer.updater.update
+
+    def counted(batch: Any) -> Any:
+        if trainer.progress.step == 0:  # the first one makes checks
+            return update(batch)
+        with waits:
+            return update(batch)
+
+    trainer.updater.update = counted
+    trainer.learn()
+    assert 3 <= len(waits.calls) <= 10, waits.calls
 
 
 def test_a_device_without_bf16_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,8 +104,8 @@ def test_logits_are_computed_again_only_if_they_are_too_many_to_keep(
 ) -> None:
     """In eight blocks of at most 7 tokens."""
     set_sizes(monkeypatch, sizes)
-    own, seen = module._logits, []
-    monkeypatch.setattr(module, "_logits", lambda *given: seen.append(given[-1]) or own(*given))
+    own, seen = module._product_of, []
+    monkeypatch.setattr(module, "_product_of", lambda *given: seen.append(given[-1]) or own(*given))
     head, states, tokens = nn.Linear(D, V), torch.randn(N, D), torch.arange(N)
     read_head(head, states, tokens, tokens)[0].sum().backward()
     assert len(seen) == calls

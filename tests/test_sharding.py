@@ -23,6 +23,9 @@ SCRIPT = Path(__file__).parent / "sharded.py"
 LORA = {"r": 4, "target_modules": "all-linear"}
 PREFIX = {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3}
 PROMPT = {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 3}
+EXPERTS = {**tiny_llama(10), "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+MIXTRAL = {**EXPERTS, "model_type": "mixtral", "num_local_experts": 4}
+QWEN3 = {**EXPERTS, "model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 16}
 CONDITIONS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in ("ppo", "dpo")},
     "adapter": ("ppo", {"model__peft_config": LORA}),
@@ -36,6 +39,7 @@ CONDITIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "frozen layers and groups": ("rloo", {"model__num_layers_unfrozen": 1}),
     "encoder-decoder": ("rloo", {"model": tiny_t5(10)}),
     "llama": ("grpo", {"model": tiny_llama(10)}),
+    "experts": ("rloo", {"model": MIXTRAL, "train__microbatch_size": 3}),
     "untied embeddings": ("ppo", {"model": tiny_gpt2(10, tie_word_embeddings=False)}),
     "chosen reference": ("rloo", {"model__reference_path": tiny_gpt2(10)}),
     "bf16": ("ppo", {"train__mixed_precision": "bf16"}),
@@ -71,6 +75,7 @@ DIVIDED: dict[str, tuple[str, dict[str, Any]]] = {
     "frozen layers": ("ppo", {"model__num_layers_unfrozen": 1, **COPY}),
     "chosen reference": ("grpo", {"method__kl_coef": 0.1, "model__reference_path": tiny_gpt2(10), **COPY}),
     "encoder-decoder": ("rloo", {"model": tiny_t5(10), **COPY}),
+    "experts": ("dpo", {"model": QWEN3, **COPY}),
     "several turns": ("ppo", {"game": True, "rollout__max_new_tokens": 4, **COPY}),
     "sampled ahead": ("rloo", {"rollout__staleness": 1, **COPY}),
     "dynamic sampling": ("_test_dapo", COPY),

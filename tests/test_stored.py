@@ -26,11 +26,11 @@ GATED = {**tiny_t5(10), "feed_forward_proj": "gated-gelu"}
 BF16 = {"train__mixed_precision": "bf16", "train__total_steps": 2}
 
 
-def checkpoint(fields: dict[str, Any], place: Path) -> str:
-    """A model in bfloat16, as most are published."""
+def checkpoint(fields: dict[str, Any], place: Path, dtype: torch.dtype = torch.bfloat16) -> str:
+    """A model in bfloat16, as most are published, or in another precision."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(**fields)
-    auto_class(config).from_config(config).bfloat16().save_pretrained(place)
+    auto_class(config).from_config(config).to(dtype).save_pretrained(place)
     return str(place)
 
 
@@ -102,16 +102,22 @@ def size(model: nn.Module) -> int:
 
 
 @pytest.mark.daily(case=("adapter",))
-@pytest.mark.parametrize("case", ["adapter", "adapter of pairs", "all weights", "upper layers", "chosen reference"])
+@pytest.mark.parametrize(
+    "case",
+    ["adapter", "adapter of pairs", *("all weights", "upper layers", "chosen reference"), "rounded", "rounded choice"],
+)
 def test_a_run_has_the_same_bits_and_less_memory(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ratio of the first update is 1 and the divergence 0; exports are the same files."""
-    path = checkpoint(tiny_llama(10), tmp_path / "base")
+    rounded = case.startswith("rounded")
+    path = checkpoint(tiny_llama(10), tmp_path / "base", torch.float32 if rounded else torch.bfloat16)
     name, settings = {
         "adapter": ("ppo", {"model__peft_config": LORA}),
         "adapter of pairs": ("dpo", {"model__peft_config": LORA}),
         "all weights": ("ppo", {}),
         "upper layers": ("ppo", {"model__num_layers_unfrozen": 1}),
         "chosen reference": ("dpo", {"model__reference_path": path}),
+        "rounded": ("ppo", {}),
+        "rounded choice": ("dpo", {"model__reference_path": path}),
     }[case]
     runs, sizes, lines, files, starts = [], [], [], [], []
     for place in ("stored", "float32"):
@@ -123,11 +129,12 @@ def test_a_run_has_the_same_bits_and_less_memory(case: str, tmp_path: Path, monk
         lines.append([json.loads(line) for line in (trainer.run_dir / "metrics.jsonl").read_text().splitlines()])
         found = sorted((trainer.run_dir / "model").rglob("*.safetensors"))
         files.append({file.name: file.read_bytes() for file in found})
-        monkeypatch.setattr("trainkit.trainer.frozen.store_frozen", lambda *_: None)
+        monkeypatch.setattr("trainkit.trainer.frozen.store_frozen", lambda *_, **__: None)
     assert runs[0].keys() == runs[1].keys()
     assert all(torch.equal(value, runs[1][key]) for key, value in runs[0].items())
-    assert (files[0], starts[0]) == (files[1], starts[1])
-    shared = case in ("upper layers", "all weights", "chosen reference")
+    assert files[0] == files[1]
+    shared = "adapter" not in case
+    assert (starts[0] == starts[1]) is (shared and not rounded)
     assert sizes[0][0] == sizes[1][0] if shared else sizes[0][0] < 0.75 * sizes[1][0]
     assert sizes[0][1] < 0.8 * sizes[1][1]
     if name == "ppo":
@@ -154,8 +161,23 @@ def test_other_bases_are_as_they_were(settings: dict[str, Any], tmp_path: Path) 
 
 def test_a_live_model_is_not_changed(tmp_path: Path) -> None:
     path = checkpoint(tiny_llama(10), tmp_path / "base")
-    live = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    live, second = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for _ in range(2))
     trainer = tiny_trainer("dpo", tmp_path / "run", arguments={"model": live}, model__model_path=None, **BF16)
+    trainer.frozen(second)
     trainer.models.build()
-    assert not any(isinstance(module, StoredLinear) for module in trainer.reference.policy.modules())
-    assert float32(live) == {name for name, _ in live.named_parameters()}
+    assert any(isinstance(module, StoredLinear) for module in trainer.reference.policy.modules())
+    for model in (live, second):
+        assert float32(model) == {name for name, _ in model.named_parameters()}
+
+
+def test_weights_that_a_pass_also_reads_in_float32_are_not_rounded(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint(tiny_llama(10), tmp_path, torch.float32))
+    model.requires_grad_(False)
+    stored = copy.deepcopy(model)
+    store_frozen(stored, torch.bfloat16, rounds=True)
+    assert float32(stored) < float32(model)
+    mlp = model.model.layers[0].mlp
+    mlp.register_forward_hook(lambda _, __, output: output * mlp.down_proj.weight[:, 0].float())
+    store_frozen(model, torch.bfloat16, rounds=True)
+    assert type(mlp.down_proj) is nn.Linear
+    assert float32(model) == {name for name, _ in model.named_parameters()}

@@ -22,6 +22,7 @@ from trainkit.plugins.templates import Kind
 
 ROOT = Path(__file__).parents[1]
 NAMES = {Kind.TRAINER: "my-algo", Kind.TRACKER: "My_Tracker", Kind.SAMPLER: "sampler2"}
+NAMES |= {kind: f"my-{kind}" for kind in (Kind.HOOKS, Kind.ENGINE, Kind.SHARDING, Kind.COMMAND)}
 LINES = 60
 """What an author is asked to write at most."""
 
@@ -60,8 +61,14 @@ def test_a_new_plugin_installs_passes_its_tests_and_trains_as_it_is_told(
         print(f"\n{kind}: {1 + len(commands)} commands in {seconds:.1f} s")
 
     plugin = NAMES[kind].lower().replace("-", "_")
-    assert any(f"{plugin}: " in text and "passed" in text for text in printed)
     assert "100/100  done" in printed[-1]
+    if kind is Kind.COMMAND:
+        assert "Print the step of a run" in printed[-2]
+        assert "eval/reward is best at step" in printed[-1]
+        tests = fresh_venv.run("python", "-m", "pytest", "-q", tmp_path / "trainkit-my-command", cwd=tmp_path)
+        assert " passed" in tests.stdout
+        return
+    assert any(f"{plugin}: " in text and "passed" in text for text in printed)
     listed = {row["name"]: row for row in json.loads(fresh_venv.run("trainkit", "plugins", "list", "--json").stdout)}
     assert listed[plugin]["distribution"] == f"trainkit-{plugin.replace('_', '-')}"
     folder = tmp_path / listed[plugin]["distribution"]

@@ -159,6 +159,15 @@ def test_sft_follows_trl(model_path: str, tmp_path: Path) -> None:
         ({"loss_type": "hinge"}, {"loss_type": "hinge"}),
         ({"loss_type": "ipo", "beta": 0.5}, {"loss_type": "ipo", "beta": 0.5}),
         ({"loss_type": "robust", "label_smoothing": 0.1}, {"loss_type": "robust", "label_smoothing": 0.1}),
+        ({"loss_type": "exo_pair", "label_smoothing": 0.1}, {"loss_type": "exo_pair", "label_smoothing": 0.1}),
+        *(
+            ({"loss_type": name, "beta": beta}, {"loss_type": name, "beta": beta})
+            for name, beta in {
+                **dict.fromkeys(("nca_pair", "bco_pair", "apo_zero", "apo_down", "discopop"), 0.1),
+                "sigmoid_norm": 1.0,
+                "sppo_hard": 0.5,
+            }.items()
+        ),
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def new_plugin(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Its name in configurations, e.g. my-algo.")],
-    kind: Annotated[Kind, typer.Option(help="An algorithm, a tracker, or a sampler.")] = Kind.TRAINER,
+    kind: Annotated[Kind, typer.Option(help="An algorithm, or what else a run can name.")] = Kind.TRAINER,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="The new directory; by default ./trainkit-NAME.")
     ] = None,
@@ -33,10 +33,12 @@ def new_plugin(
 
     names, files = templates.new_plugin(name, kind, out)
     folder = str(out or names.distribution)
+    is_command = kind == Kind.COMMAND
+    called = [names.plugin.replace("_", "-"), "--help"] if is_command else ["plugins", "check", names.plugin]
     commands = [
         *([] if find_spec("trainkit_kit") else [how_to_install("trainkit-kit")]),
         shlex.join(["pip", "install", "-e", f"{folder}[dev]"]),
-        shlex.join(["trainkit", "plugins", "check", names.plugin]),
+        shlex.join(["trainkit", *called]),
         shlex.join(["python", f"{folder}/example.py"]),
     ]
     typer.echo("\n".join([*map(str, files), "", "next:", *(f"  {command}" for command in commands)]))

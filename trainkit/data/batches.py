@@ -87,8 +87,9 @@ class Batch:
         return type(self)(**{k: v.map(fn) if isinstance(v, Batch) else fn(v) for k, v in self.parts().items()})
 
     def to(self, device: torch.device | str) -> Self:
-        """Return the batch on ``device``."""
-        return self.map(lambda x: x.to(device))
+        """Return the batch on ``device``; a copy to a GPU is made from pinned memory, and nothing waits for it."""
+        gpu = torch.device(device).type == "cuda"
+        return self.map(lambda x: (x.pin_memory() if gpu and x.is_cpu else x).to(device, non_blocking=gpu))
 
     def select(self, rows: Tensor) -> Self:
         """Return the rows at the indices ``rows`` [N], without columns that are padding in all of them."""

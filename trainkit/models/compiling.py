@@ -1,8 +1,8 @@
-"""Compiled blocks: `torch.compile` of a model's blocks, one at a time, with lengths that vary."""
+"""Compiled models: `torch.compile` of a model's blocks, one at a time, and of its head, with lengths that vary."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,8 @@ from torch import Tensor
 from trainkit.data import Sequences
 from trainkit.models.backend import keep_attention_uncompiled
 from trainkit.models.fitting import first_line
-from trainkit.models.policy import hidden_states, inputs_of
+from trainkit.models.head import EAGER, Folds, reads_in_blocks
+from trainkit.models.policy import Policy, hidden_states, inputs_of
 from trainkit.models.prompts import equal_but_for_rounding, with_gradient
 from trainkit.models.trunk import find_blocks
 
@@ -44,14 +45,12 @@ def compile_blocks(model: PreTrainedModel) -> str | None:
     def states(rows: Sequences, _: None) -> Tensor:
         return hidden_states(model, inputs_of(rows))[rows.attention_mask]
 
-    try:
-        expected = with_gradient(model, states, None)
+    def compile_all() -> None:
         for block in blocks:
             block.compile(dynamic=True, backend=BACKEND)
-        values = with_gradient(model, states, None)
-        fault = None if all(map(equal_but_for_rounding, values, expected)) else "other numbers"
-    except Exception as error:  # of the compiler, which raises whatever it meets
-        fault = f"an error ({type(error).__name__}: {first_line(error)})"
+
+    try:
+        fault = _fault(lambda: with_gradient(model, states, None), compile_all)
     finally:
         model.train(training)
     if fault is not None:
@@ -59,6 +58,47 @@ def compile_blocks(model: PreTrainedModel) -> str | None:
             block._compiled_call_impl = None
         return f"compiled blocks of {name} give {fault}"
     return None
+
+
+def compile_head(policy: Policy) -> str | None:
+    """Compile what a policy computes of blocks of logits; return why it stays as it is, None if it is compiled.
+
+    Numbers and gradients are compared as in `compile_blocks`. A head that is not read in blocks stays as it is.
+    """
+    head: Any = policy.model.get_output_embeddings()
+    states = torch.linspace(-1, 1, 3 * head.weight.size(1), device=head.weight.device).view(3, -1).to(head.weight.dtype)
+    tokens = torch.arange(3, device=states.device)
+    if not (policy.head_alone and reads_in_blocks(head, states)):
+        return None
+
+    def numbers() -> tuple[Tensor, ...]:
+        inputs = states.clone().requires_grad_()
+        with torch.enable_grad():
+            logprobs, entropies = policy.read_head(head, inputs, tokens, tokens, entropy=True)
+            logprobs = logprobs.masked_fill(logprobs == -torch.inf, 0.0)  # of tokens that are not allowed
+            (gradient,) = torch.autograd.grad((logprobs + entropies).sum(), inputs)
+        return logprobs.detach(), entropies.detach(), gradient
+
+    def compile_all() -> None:
+        compiled: list[Any] = [torch.compile(each, dynamic=True, backend=BACKEND) for each in EAGER]
+        policy.folds = Folds(*compiled)
+
+    fault = _fault(numbers, compile_all)
+    if fault is not None:
+        policy.folds = EAGER
+        return f"the compiled head of {type(policy.model).__name__} gives {fault}"
+    return None
+
+
+def _fault(numbers: Callable[[], tuple[Tensor, ...]], compile_all: Callable[[], None]) -> str | None:
+    """Return what is wrong with ``numbers()`` after ``compile_all()``; None if they are equal but for rounding."""
+    try:
+        expected = numbers()
+        compile_all()
+        equal = all(map(equal_but_for_rounding, numbers(), expected))
+    except Exception as error:  # of the compiler, which raises whatever it meets
+        return f"an error ({type(error).__name__}: {first_line(error)})"
+    return None if equal else "other numbers"
 
 
 def is_compiled(model: PreTrainedModel) -> bool:

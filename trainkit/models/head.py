@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,12 +20,95 @@ NARROWEST = 1024
 ALIGNED = 256
 """Blocks have a multiple of this width: an accelerator's kernels for other widths take twice as long."""
 KEPT = 2**23
-"""The largest number of logits that are kept for the backward pass on CPUs, which computes more of them again."""
+"""The largest number of logits that are kept for the backward pass on CPUs; others are computed again."""
 
 
 def at_a_time(count: int, device: torch.device) -> int:
     """Return a number of logits on a device for one on CPUs; small products leave an accelerator idle."""
-    return count if device.type == "cpu" else 16 * count
+    return count if device.type == "cpu" else 4 * count
+
+
+class _Sums(NamedTuple):
+    """What is known of each softmax [N] after some blocks of the vocabulary."""
+
+    top: Tensor
+    """The largest logit."""
+    total: Tensor
+    """Σ exp(z − top)."""
+    mean: Tensor
+    """Σ exp(z − top) · (z − top), for the entropy."""
+    chosen: Tensor
+    """The logit of the token."""
+
+
+def _fold(
+    product: Tensor, allowed: Tensor | None, at: Tensor, sums: _Sums, temperature: float, entropy: bool, keeps: bool
+) -> tuple[_Sums, Tensor | None]:
+    """Add a block of the vocabulary to the sums.
+
+    Args:
+        product: the logits of a block [N, b] in the precision of the product, which may be overwritten.
+        allowed: which may be sampled, bool [b] or [N, b].
+        at: the places of the tokens in the block [N]; others are in other blocks.
+        sums: the sums of earlier blocks.
+        temperature: divides the logits.
+        entropy: whether to compute what the entropy needs.
+        keeps: whether to return the logits, too.
+    """
+    top, total, mean, chosen = sums
+    logits = _scale(product, allowed, temperature)
+    chosen = torch.where(_inside(at, logits), logits.gather(1, _clamped(at, logits)).squeeze(1), chosen)
+    before, top = top, torch.maximum(top, logits.amax(1))
+    least = top.masked_fill(top == -torch.inf, 0.0)  # no token has been allowed so far
+    shifted = logits.sub(least.unsqueeze(1)) if keeps else logits.sub_(least.unsqueeze(1))
+    factor = (before - least).exp()
+    exps = shifted.exp() if entropy else shifted.exp_()
+    if entropy:  # of Σ e·(z − top); −inf · 0 counts as 0
+        moved = torch.where(total > 0, total * (before - least), 0.0)
+        mean = (mean + moved) * factor + shifted.masked_fill_(exps == 0, 0.0).mul_(exps).sum(1)
+    return _Sums(top, total * factor + exps.sum(1), mean, chosen), logits if keeps else None
+
+
+def _unfold(
+    product: Tensor,
+    allowed: Tensor | None,
+    at: Tensor,
+    known: tuple[Tensor, Tensor],
+    grads: tuple[Tensor, ...],
+    temperature: float,
+    kept: bool,
+) -> Tensor:
+    """Return the gradient of a block of products [N, b]: ∂ log π / ∂z = onehot − p, and ∂H / ∂z = −p·(log p + H).
+
+    Args:
+        product: as in `_fold`; if they were ``kept``, the logits, which are not overwritten.
+        allowed: as in `_fold`.
+        at: as in `_fold`.
+        known: log Σ exp z [N], and the entropies [N] or [0].
+        grads: the gradients of the log-probabilities and of the entropies.
+        temperature: as in `_fold`.
+        kept: whether the logits were kept.
+    """
+    (norms, entropies), gradient = known, grads[0].unsqueeze(1)
+    logs = product - norms.unsqueeze(1) if kept else _scale(product, allowed, temperature).sub_(norms.unsqueeze(1))
+    if len(entropies):
+        grad = logs.exp()
+        logs.masked_fill_(grad == 0, 0.0).add_(entropies.unsqueeze(1)).mul_(grads[1].unsqueeze(1)).add_(gradient)
+        grad = grad.mul_(logs.neg_())
+    else:
+        grad = logs.exp_().mul_(-gradient)
+    grad.scatter_add_(1, _clamped(at, grad), torch.where(_inside(at, grad), grads[0], 0.0).unsqueeze(1))
+    return grad if temperature == 1 else grad.div_(temperature)
+
+
+class Folds(NamedTuple):
+    """What is computed of a block of logits, which `trainkit.models.compiling` compiles."""
+
+    fold: Callable[..., tuple[_Sums, Tensor | None]]
+    unfold: Callable[..., Tensor]
+
+
+EAGER = Folds(_fold, _unfold)
 
 
 def reads_in_blocks(head: Any, states: Tensor) -> bool:
@@ -63,6 +146,7 @@ def read_head(
     logit_mask: Tensor | None = None,
     vocabulary: int | None = None,
     entropy: bool = False,
+    folds: Folds = EAGER,
 ) -> tuple[Tensor, Tensor]:
     """Return log softmax(logits / temperature) of tokens, and entropies if asked for, otherwise an empty tensor.
 
@@ -79,6 +163,7 @@ def read_head(
         logit_mask: bool [V] or [V, V], True = allowed; of the first ``vocabulary`` tokens.
         vocabulary: how many tokens have a probability; None: all of the head's. The others are not computed.
         entropy: whether to compute entropies.
+        folds: what is computed of each block.
 
     Returns:
         Two tensors in float32, or in float64 for states in it: [N], and [N] or [0].
@@ -88,9 +173,9 @@ def read_head(
     if vocabulary is not None and vocabulary < len(weight):
         weight, bias = weight[:vocabulary], None if bias is None else bias[:vocabulary]
     arguments = (states, weight, bias, tokens, previous, logit_mask, temperature, entropy)
-    if len(states) * len(weight) <= at_a_time(BLOCK, states.device):
+    if folds is EAGER and len(states) * len(weight) <= at_a_time(BLOCK, states.device):
         return _read_at_once(*arguments)
-    logprobs, entropies = _Read.apply(*arguments)  # type: ignore[no-untyped-call]
+    logprobs, entropies = _Read.apply(*arguments, folds)  # type: ignore[no-untyped-call]
     return logprobs, entropies
 
 
@@ -105,7 +190,8 @@ def _read_at_once(
     entropy: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return what `read_head` does for logits that are few enough for one block; torch's own kernels are faster."""
-    logits = _logits(states, weight, bias, previous, logit_mask, temperature, slice(None))
+    product = _product_of(states, weight, bias, slice(None))
+    logits = _scale(product, _allowed(logit_mask, previous, slice(None)), temperature)
     logs = logits.log_softmax(-1)
     chosen = logs.gather(1, tokens.unsqueeze(1)).squeeze(1)  # has the bits of `token_logprobs`
     if not entropy:
@@ -128,62 +214,37 @@ class _Read(torch.autograd.Function):
         mask: Tensor | None,
         temperature: float,
         entropy: bool,
+        folds: Folds,
     ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies [N]; the sums over the vocabulary are updated block by block."""
         ctx.types = (states.dtype, dtype := _product_dtype(states))
         states = states.to(dtype)
-        total = states.new_zeros(len(states), dtype=torch.promote_types(dtype, torch.float32))
-        top, chosen, mean = torch.full_like(total, -torch.inf), torch.zeros_like(total), torch.zeros_like(total)
-        ctx.mask, ctx.temperature, kept = mask, temperature, []
-        keeps = any(ctx.needs_input_grad) and len(states) * len(weight) <= at_a_time(KEPT, states.device)
+        zeros = states.new_zeros(len(states), dtype=torch.promote_types(dtype, torch.float32))
+        sums = _Sums(torch.full_like(zeros, -torch.inf), zeros, zeros, zeros)
+        ctx.mask, ctx.temperature, ctx.folds, kept = mask, temperature, folds, []
+        keeps = any(ctx.needs_input_grad) and states.device.type == "cpu" and len(states) * len(weight) <= KEPT
         for columns in _blocks(states, weight):
-            logits = _logits(states, weight, bias, previous, mask, temperature, columns)
-            inside, at = _own(tokens, columns)
-            chosen = torch.where(inside, logits.gather(1, at).squeeze(1), chosen)
-            before, top = top, torch.maximum(top, logits.amax(1))
-            least = top.masked_fill(top == -torch.inf, 0.0)  # no token has been allowed so far
-            shifted = logits.sub(least.unsqueeze(1)) if keeps or entropy else logits.sub_(least.unsqueeze(1))
-            factor = (before - least).exp_()
-            exps = shifted.exp() if entropy else shifted.exp_()
-            if entropy:  # of Σ e·(z − top); −inf · 0 counts as 0
-                moved = torch.where(total > 0, total * (before - least), 0.0)
-                mean = (mean + moved) * factor + (exps * shifted.masked_fill_(exps == 0, 0.0)).sum(1)
-            total = total * factor + exps.sum(1)
-            if keeps:
-                kept.append(logits)
-        norms = top + total.log()
-        entropies = total.log() - mean / total if entropy else total.new_empty(0)
-        ctx.save_for_backward(states, weight, bias, tokens, previous, norms, entropies, *kept)
-        return chosen - norms, entropies
+            product, allowed = _product_of(states, weight, bias, columns), _allowed(mask, previous, columns)
+            sums, logits = folds.fold(product, allowed, tokens - columns.start, sums, temperature, entropy, keeps)
+            kept.append(logits)
+        norms = sums.top + sums.total.log()
+        entropies = sums.total.log() - sums.mean / sums.total if entropy else norms.new_empty(0)
+        ctx.save_for_backward(states, weight, bias, tokens, previous, norms, entropies, *(kept if keeps else ()))
+        return sums.chosen - norms, entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients: ∂ log π / ∂z = onehot − p, and ∂H / ∂z = −p·(log p + H)."""
+        """Return the gradients of states, weight and bias."""
         states, weight, bias, tokens, previous, norms, entropies, *kept = ctx.saved_tensors
         (returned, dtype), sums = ctx.types, norms.dtype
         for_states = torch.zeros_like(states, dtype=sums) if ctx.needs_input_grad[0] else None
         for_weight = torch.empty_like(weight, dtype=sums) if ctx.needs_input_grad[1] else None
         for_bias = torch.empty_like(bias, dtype=sums) if ctx.needs_input_grad[2] else None
-        gradient = grads[0].unsqueeze(1)
         for index, columns in enumerate(_blocks(states, weight)):
-            if kept:
-                logs = kept[index] - norms.unsqueeze(1)
-            else:
-                logits = _logits(states, weight, bias, previous, ctx.mask, ctx.temperature, columns)
-                logs = logits.sub_(norms.unsqueeze(1))
-            if len(entropies):
-                grad = logs.exp()
-                logs.masked_fill_(grad == 0, 0.0).add_(entropies.unsqueeze(1)).mul_(grads[1].unsqueeze(1)).add_(
-                    gradient
-                )
-                grad.mul_(logs.neg_())
-            else:
-                grad = logs.exp_().mul_(-gradient)
-            inside, at = _own(tokens, columns)
-            grad.scatter_add_(1, at, torch.where(inside, grads[0], 0.0).unsqueeze(1))
-            if ctx.temperature != 1:
-                grad.div_(ctx.temperature)
+            product = kept[index] if kept else _product_of(states, weight, bias, columns)
+            allowed, at = _allowed(ctx.mask, previous, columns), tokens - columns.start
+            grad = ctx.folds.unfold(product, allowed, at, (norms, entropies), grads, ctx.temperature, bool(kept))
             if for_bias is not None:
                 torch.sum(grad, 0, out=for_bias[columns])
             grad = grad.to(dtype)
@@ -194,7 +255,7 @@ class _Read(torch.autograd.Function):
                 out = for_weight[columns]
                 torch.mm(grad.t(), states, out=out) if sums == dtype else out.copy_(_product(grad.t(), states, sums))
         for_states = None if for_states is None else for_states.to(returned)
-        return for_states, for_weight, for_bias, None, None, None, None, None
+        return for_states, for_weight, for_bias, None, None, None, None, None, None
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -210,29 +271,33 @@ def _blocks(states: Tensor, weight: Tensor) -> Iterator[slice]:
         yield slice(start, min(start + width, len(weight)))
 
 
-def _logits(
-    states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    previous: Tensor,
-    mask: Tensor | None,
-    temperature: float,
-    columns: slice,
-) -> Tensor:
-    """Return the logits of a block of the vocabulary [N, b], in float32 or float64."""
+def _product_of(states: Tensor, weight: Tensor, bias: Tensor | None, columns: slice) -> Tensor:
+    """Return the products of a block of the vocabulary [N, b], in their own precision."""
     dtype = _product_dtype(states)
     part = None if bias is None else bias[columns].to(dtype)
-    product = F.linear(states.to(dtype), weight[columns].to(dtype), part)
-    logits = product.to(torch.promote_types(dtype, torch.float32))
+    return F.linear(states.to(dtype), weight[columns].to(dtype), part)
+
+
+def _allowed(mask: Tensor | None, previous: Tensor, columns: slice) -> Tensor | None:
+    """Return which tokens of a block are allowed, bool [b] or [N, b]."""
+    if mask is None:
+        return None
+    return mask[columns] if mask.dim() == 1 else mask[:, columns][previous]
+
+
+def _scale(product: Tensor, allowed: Tensor | None, temperature: float) -> Tensor:
+    """Return the logits of products [N, b], in float32 or float64, in the same memory if that is their type."""
+    logits = product.to(torch.promote_types(product.dtype, torch.float32))
     if temperature != 1:
         logits.div_(temperature)
-    if mask is not None:
-        allowed = mask[columns] if mask.dim() == 1 else mask[:, columns][previous]
-        logits.masked_fill_(~allowed, -torch.inf)
-    return logits
+    return logits if allowed is None else logits.masked_fill_(~allowed, -torch.inf)
 
 
-def _own(tokens: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Return which tokens are in a block, bool [N], and their places in it [N, 1]; of others some place."""
-    inside = (tokens >= columns.start) & (tokens < columns.stop)
-    return inside, (tokens - columns.start).clamp(0, columns.stop - columns.start - 1).unsqueeze(1)
+def _inside(at: Tensor, block: Tensor) -> Tensor:
+    """Return which tokens have their places ``at`` [N] in a block [N, b]."""
+    return (at >= 0) & (at < block.size(1))
+
+
+def _clamped(at: Tensor, block: Tensor) -> Tensor:
+    """Return the places in a block [N, 1]; of tokens of other blocks some place."""
+    return at.clamp(0, block.size(1) - 1).unsqueeze(1)

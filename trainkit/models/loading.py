@@ -304,7 +304,7 @@ def check_trainable(config: ModelConfig, model_config: PreTrainedConfig, live: b
 
     Raises:
         ConfigError: the model has fewer layers than ``num_layers_unfrozen``, the adapter fits none of its modules, or a
-            loss is asked for that is not added.
+            loss is configured and not asked for.
     """
     _check_experts(config, model_config)
     depth = depth_of(model_config)
@@ -324,30 +324,27 @@ def check_trainable(config: ModelConfig, model_config: PreTrainedConfig, live: b
             add_adapter(skeleton, _for_skeleton(peft_config))
 
 
-BALANCE = ("router_aux_loss_coef", "output_router_logits")
-"""Fields of a mixture of experts by which transformers adds a loss that balances the experts to its own loss."""
-
-
 def _check_experts(config: ModelConfig, model_config: PreTrainedConfig) -> None:
-    """Raise a ConfigError if the loss that balances the experts of a mixture is asked for, which no algorithm adds.
+    """Raise a ConfigError if a coefficient of the loss that balances experts is given, and that loss is not asked for.
 
-    A coefficient in the model's own config asks for nothing: transformers adds the loss with output_router_logits only.
+    As in transformers, a coefficient in the model's own config asks for nothing.
     """
-    fields = config.model_path if isinstance(config.model_path, Mapping) else {}
-    changed = {f"model.kwargs.{name}": config.kwargs[name] for name in BALANCE if config.kwargs.get(name)}
-    changed |= {f"model.model_path.{name}": fields[name] for name in BALANCE if fields.get(name)}
-    if not changed and getattr(model_config.get_text_config(), BALANCE[1], False):
-        changed = {f"{BALANCE[1]} of the model's config": True}
-    for name, value in changed.items():
-        raise ConfigError(
-            f"{name} is {value}, and the loss that balances the experts of a mixture is not added to the loss of an "
-            f"algorithm; {'set it to false' if BALANCE[1] in name else 'remove it'}"
-        )
+    if getattr(model_config.get_text_config(), "output_router_logits", False):
+        return
+    given = {"model.kwargs": config.kwargs}
+    given |= {"model.model_path": config.model_path} if isinstance(config.model_path, Mapping) else {}
+    for key, fields in given.items():
+        if value := fields.get("router_aux_loss_coef"):
+            raise ConfigError(
+                f"{key}.router_aux_loss_coef is {value}, and the loss that balances the experts of a mixture is not "
+                f"added without {key}.output_router_logits: true"
+            )
 
 
 def balances_experts(model_config: PreTrainedConfig) -> bool:
-    """Return whether the config is of a mixture of experts that has a coefficient of the loss that balances them."""
-    return bool(getattr(model_config.get_text_config(), BALANCE[0], 0))
+    """Return whether the config has a coefficient of the loss that balances experts, and does not ask for that loss."""
+    config = model_config.get_text_config()
+    return bool(getattr(config, "router_aux_loss_coef", 0)) and not getattr(config, "output_router_logits", False)
 
 
 def _check_weights_are_trained(config: ModelConfig, virtual: bool) -> None:

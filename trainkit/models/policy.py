@@ -33,8 +33,9 @@ from trainkit.functional import (
 from trainkit.models.adapters import HEADS, hub_arguments
 from trainkit.models.backend import autocast_dtype
 from trainkit.models.critic import ValueBranch, make_critic
+from trainkit.models.experts import ExpertBalance
 from trainkit.models.fitting import RowLimit
-from trainkit.models.head import at_a_time, read_head, reads_in_blocks
+from trainkit.models.head import EAGER, Folds, at_a_time, read_head, reads_in_blocks
 from trainkit.models.joined import JoinedRows
 from trainkit.models.prompts import SharedPrompts, equal_but_for_rounding, why_not_joined, why_not_shared, with_ends
 from trainkit.models.trunk import Trunk, tiny_input
@@ -153,6 +154,10 @@ class Policy(nn.Module, ABC):
     """Whether `why_not_shared` has found that prompts can be shared."""
     shares_prompts = False
     """Whether the prompt of several rows is run once. It changes results by rounding alone."""
+    balance: ExpertBalance | None = None
+    """What adds up the loss that balances the experts of a mixture, if the model's config asks for it."""
+    folds: Folds = EAGER
+    """What is computed of blocks of logits; compiled by `trainkit.models.compiling`."""
     joins_rows = False
     """Whether rows are run without padding, as one row (`JoinedRows`). It changes results by rounding alone."""
 
@@ -358,12 +363,27 @@ class Policy(nn.Module, ABC):
         states, tokens, previous, _ = inputs
         head: Any = self.model.get_output_embeddings()
         if against is None and self.head_alone and reads_in_blocks(head, states):
-            scaled = partial(read_head, temperature=self.temperature, logit_mask=self._mask, vocabulary=self.vocabulary)
-            logprobs, entropies = scaled(head, states, tokens, previous, entropy=entropy)
+            logprobs, entropies = self.read_head(head, states, tokens, previous, entropy)
             return logprobs, entropies, logprobs.new_empty(0)
         read = partial(self._read_chunk, entropy=entropy, against=against)
         logprobs, entropies, divergences = in_chunks(read, self.model.config.get_text_config().vocab_size, *inputs)
         return logprobs, entropies, divergences
+
+    def read_head(
+        self, head: Any, states: Tensor, tokens: Tensor, previous: Tensor, entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return what `trainkit.models.head.read_head` does, with the settings of the policy."""
+        return read_head(
+            head,
+            states,
+            tokens,
+            previous,
+            temperature=self.temperature,
+            logit_mask=self._mask,
+            vocabulary=self.vocabulary,
+            entropy=entropy,
+            folds=self.folds,
+        )
 
     def _read_chunk(
         self,
@@ -409,6 +429,8 @@ class CausalPolicy(Policy):
         self.head_alone = decided(lambda: _head_gives_logits(model), operator.not_)
         self.needs_mask = decided(lambda: needs_mask(model), bool)
         self.trunk = Trunk(model, self.critic.depth if isinstance(self.critic, ValueBranch) else None)
+        balances = getattr(model.config.get_text_config(), "output_router_logits", False)
+        self.balance = ExpertBalance(model) if balances else None
 
     @property
     def has_trunk(self) -> bool:
@@ -480,7 +502,9 @@ class CausalPolicy(Policy):
 
     def _run_apart(self, sequences: Sequences) -> tuple[Tensor, ...]:
         """Return the outputs of `_run` [B, T, *] for whole rows."""
-        with nullcontext() if sequences.trunk is None else self.trunk.given(sequences.trunk):
+        trunk = nullcontext() if sequences.trunk is None else self.trunk.given(sequences.trunk)
+        balance = nullcontext() if self.balance is None else self.balance.recorded(self.model, sequences)
+        with trunk, balance:
             return self._run(self._inputs(sequences))
 
     def _buckets(self, sequences: Sequences) -> list[Tensor]:
@@ -515,6 +539,8 @@ class CausalPolicy(Policy):
         """Return why something needs the states of whole rows [B, T]; None if nothing does."""
         if self.has_trunk:
             return "the output of frozen layers is stored for whole rows"
+        if self.balance is not None:
+            return "the loss that balances the experts is of whole rows"
         return None if self.critic is None else "the critic has layers of its own"
 
     def _states_as(self, rows: Sequences, shared: bool, joined: bool = False) -> Tensor:

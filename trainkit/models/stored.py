@@ -1,4 +1,4 @@
-"""Weights in 16 bits: frozen ones in the precision of their checkpoint, and copies in that of autocast."""
+"""Weights in 16 bits: frozen ones in the precision of their checkpoint or of autocast, and copies in the latter."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.func import functional_call
 from transformers.pytorch_utils import Conv1D
 
 from trainkit.models.backend import autocast_dtype
+from trainkit.models.trunk import tiny_input
 from trainkit.models.unloaded import decided
 
 KEPT = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
@@ -42,8 +43,8 @@ class StoredConv1D(_Stored, Conv1D):
 KINDS: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: StoredLinear, Conv1D: StoredConv1D}
 
 
-def store_frozen(model: Any, dtype: torch.dtype, beside: nn.Module | None = None) -> None:
-    """Store the frozen weights of linear layers in ``dtype``, the precision of autocast, where that rounds nothing.
+def store_frozen(model: Any, dtype: torch.dtype, beside: nn.Module | None = None, rounds: bool = False) -> None:
+    """Store the frozen weights of linear layers in ``dtype``, the precision of autocast.
 
     Autocast rounds them to ``dtype`` for each product, so all results and gradients keep their bits. Embeddings, norms
     and what transformers keeps in float32 are not rounded by it, and stay as they are.
@@ -52,19 +53,31 @@ def store_frozen(model: Any, dtype: torch.dtype, beside: nn.Module | None = None
         model: the transformers model.
         dtype: bfloat16 or float16.
         beside: a model whose parameters stay as they are, also where ``model`` has them, too.
+        rounds: whether weights may be rounded, because the model runs under autocast alone and is never exported. All
+            stay as they are if its outputs would change. Otherwise only those are stored which have values of
+            ``dtype``.
     """
     layers = [layer for layer in _linear(model) if not any(parameter.requires_grad for parameter in layer.parameters())]
     layer_ids = {id(layer) for layer in layers}
     others = [each for each in model.modules() if id(each) not in layer_ids]
     elsewhere = {id(p) for module in others for p in module.parameters(recurse=False)}
     elsewhere |= set() if beside is None else {id(p) for p in beside.parameters()}
+    before = decided(partial(_outputs, model, dtype)) if rounds else []
+    own: list[tuple[nn.Module, type[nn.Module], dict[str, nn.Parameter]]] = []
     for layer in layers:
         parameters = dict(layer.named_parameters())
-        if any(id(p) in elsewhere for p in parameters.values()) or not decided(partial(_exact, parameters, dtype)):
+        if any(id(p) in elsewhere or p.dtype != torch.float32 for p in parameters.values()):
             continue
-        for name, parameter in parameters.items():
-            setattr(layer, name, nn.Parameter(parameter.to(dtype), requires_grad=False))
-        layer.__class__ = KINDS[type(layer)]
+        if rounds or decided(partial(_exact, parameters, dtype)):
+            own.append((layer, type(layer), parameters))
+            for name, parameter in parameters.items():
+                setattr(layer, name, nn.Parameter(parameter.to(dtype), requires_grad=False))
+            layer.__class__ = KINDS[type(layer)]
+    if rounds and not decided(lambda: all(map(torch.equal, _outputs(model, dtype), before))):
+        for layer, kind, parameters in own:  # one of them is read in float32, too
+            layer.__class__ = kind
+            for name, parameter in parameters.items():
+                setattr(layer, name, parameter)
 
 
 class Casts:
@@ -109,5 +122,14 @@ def _linear(model: Any) -> list[nn.Module]:
 
 
 def _exact(parameters: Mapping[str, Tensor], dtype: torch.dtype) -> bool:
-    """Return whether the values are float32 and all are numbers of ``dtype``."""
-    return all(p.dtype == torch.float32 and torch.equal(p.to(dtype).float(), p) for p in parameters.values())
+    """Return whether all values are numbers of ``dtype``."""
+    return all(torch.equal(p.to(dtype).float(), p) for p in parameters.values())
+
+
+@torch.no_grad()
+def _outputs(model: Any, dtype: torch.dtype) -> list[Tensor]:
+    """Return the logits of a test pass under autocast, and the states after each block, which are not rounded."""
+    with torch.autocast(model.device.type, dtype):
+        outputs = model(**tiny_input(model), output_hidden_states=True)
+    values = [outputs.logits, *(value for name, value in outputs.items() if name.endswith("hidden_states"))]
+    return [x.cpu() for value in values for x in (value if isinstance(value, tuple) else (value,))]

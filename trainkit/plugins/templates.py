@@ -10,6 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from trainkit.errors import ConfigError, RegistryError
+from trainkit.plugins.commands import GROUP as COMMANDS
 from trainkit.plugins.discovery import BUILT_IN, CORE, GROUPS, NAMED_IN, RESERVED, TRAINER, discover
 from trainkit.version import __version__
 
@@ -29,6 +30,14 @@ class Kind(StrEnum):
     """A tracker, which records the metrics of a run."""
     SAMPLER = "sampler"
     """A hook that provides the sampler of a run."""
+    HOOKS = "hooks"
+    """Hooks that a run calls."""
+    ENGINE = "engine"
+    """A generation engine."""
+    SHARDING = "sharding"
+    """A way to divide a model among processes."""
+    COMMAND = "command"
+    """A command of the command line."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +89,12 @@ class Names:
         """The name of the plugin's only module."""
         return f"trainkit_{self.plugin}"
 
+    def _entry(self, kind: Kind) -> str:
+        """Return the entry point: a module, or of a command what is typed and the function."""
+        if kind == Kind.COMMAND:
+            return f'{self.plugin.replace("_", "-")} = "{self.module}:{self.plugin}"'
+        return f'{self.plugin} = "{self.module}"'
+
     def fill(self, text: str, kind: Kind) -> str:
         """Return the text or path of a template of a kind, with these names in place of the template's own."""
         written = {
@@ -87,11 +102,13 @@ class Names:
             "new-plugin": self.plugin.replace("_", "-"),
             "NewPlugin": self.classes,
             "trainkit-requirement": _requirement(),
-            "template-kind": NAMED_IN[kind][0].capitalize(),
-            "template-group": GROUPS[kind],
+            "template-kind": NAMED_IN.get(kind, ("a command",))[0].capitalize(),
+            "template-group": GROUPS.get(kind, COMMANDS),
+            'new_plugin = "trainkit_new_plugin"': self._entry(kind),
             ', "template-tests"': "" if kind == TRAINER else ', "trainkit-rloo"',
         }
-        return re.sub("|".join(written), lambda found: written[found[0]], text)
+        written = dict(sorted(written.items(), key=lambda pair: -len(pair[0])))  # the longest that fits
+        return re.sub("|".join(map(re.escape, written)), lambda found: written[found[0]], text)
 
 
 def new_plugin(name: str, kind: Kind, out: Path | None = None) -> tuple[Names, list[Path]]:

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from trainkit.config import TRLConfig
 from trainkit.errors import ConfigError
@@ -73,7 +72,8 @@ class FrozenModels:
                 policy = make_policy(model)
             policy.row_limit = self.models.row_limit
         self.fix_rope(policy)
-        self.store(model.requires_grad_(False), source, load_frozen_config(self.config.model, source, key))
+        if isinstance(source, str | Mapping):
+            self._store(model.requires_grad_(False).eval(), rounds=True)
         self.view.run.resumption.check_frozen_models(policy)
         self.sharing.prepare(policy)
         return policy
@@ -81,25 +81,25 @@ class FrozenModels:
     def copy(self, policy: Any) -> Reference:
         """Return a frozen copy of the policy as it is now; parameters that are not trained are shared with it."""
         reference = Reference(policy)
-        self.store(reference.policy.model, self._path, self.text.model_config, policy)
+        self._store(reference.policy.model, beside=policy, rounds=True)
         return reference
 
     def store_trained(self, policy: Any) -> None:
         """Keep the frozen weights of the policy itself in 16 bits, if that changes none."""
-        self.store(policy.model, self._path, self.text.model_config)
+        path = self.config.model.model_path if self.view.live_model is None else None
+        if isinstance(path, str) and self.text.model_config.dtype == self._precision:
+            self._store(policy.model)
 
-    def store(self, model: Any, path: Any, config: Any, beside: nn.Module | None = None) -> None:
-        """Keep frozen weights in 16 bits if the checkpoint at ``path`` and the run's precision are of the same ones."""
-        dtype = PRECISIONS.get(self.models.parallel.accelerator.mixed_precision)
-        if isinstance(path, str) and dtype is not None and config.dtype == dtype:
-            store_frozen(model, dtype, beside)
+    def _store(self, model: Any, **given: Any) -> None:
+        if self._precision is not None:
+            store_frozen(model, self._precision, **given)
+
+    @property
+    def _precision(self) -> torch.dtype | None:
+        """The precision of the run in 16 bits."""
+        return PRECISIONS.get(self.models.parallel.accelerator.mixed_precision)
 
     def fix_rope(self, policy: Any) -> None:
         """Let the numbers of a row not depend on its neighbours' lengths."""
         if self.text.limit is not None:
             fix_rope(policy, self.text.limit + count_virtual(self.config.model, self.view.live_model))
-
-    @property
-    def _path(self) -> Any:
-        """The path of the trained model's checkpoint; None if the user gave the model as an object."""
-        return self.config.model.model_path if self.view.live_model is None else None

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from trainkit.config import TRLConfig
 from trainkit.errors import ConfigError
 from trainkit.models.adapters import bare
-from trainkit.models.compiling import compile_blocks
+from trainkit.models.compiling import compile_blocks, compile_head
 from trainkit.models.fitting import RowLimit
 from trainkit.models.policy import Policy
 from trainkit.models.recomputing import recompute_activations, recompute_mlps
@@ -125,6 +125,17 @@ class Models:
     def _loaded(self) -> Any:
         with global_rng(self.config.train.seed, "model", device=self.parallel.device), self.as_trained():
             policy = self._make_policy(self.config)
+        asked = getattr(getattr(getattr(policy, "model", None), "config", None), "output_router_logits", False)
+        if asked and getattr(policy, "balance", None) is None:
+            raise ConfigError(
+                f"output_router_logits is true, and a {type(policy).__name__} does not add the loss that balances the "
+                "experts of a mixture; set it to false"
+            )
+        if asked and self.config.train.compile:
+            raise ConfigError(
+                "train.compile and output_router_logits are true, and the loss that balances the experts of a mixture "
+                "is not built for compiled models; set one of the two to false"
+            )
         if recomputed := self.config.train.gradient_checkpointing:
             (recompute_mlps if recomputed == "mlp" else recompute_activations)(policy)
         if isinstance(policy, Policy):
@@ -170,7 +181,7 @@ class Models:
         fault = f"a {type(policy).__name__} has no language model"
         if hasattr(model, "base_model"):
             with self.parallel.accelerator.autocast():
-                fault = compile_blocks(model) or ""
+                fault = compile_blocks(model) or (compile_head(policy) if isinstance(policy, Policy) else None) or ""
         if fault:
             raise ConfigError(f"train.compile is true, and the model cannot be compiled: {fault}; remove it")
 

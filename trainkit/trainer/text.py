@@ -411,7 +411,9 @@ def make_text(
     check_trainable(config.model, model_config, live=model is not None)
     if balances_experts(model_config) and parallel.is_main:
         log.warning(
-            "the loss that balances the experts of a mixture (router_aux_loss_coef) is not added to that of %s", name
+            "the loss that balances the experts of a mixture (router_aux_loss_coef) is not added to that of %s; "
+            "model.kwargs.output_router_logits: true adds it",
+            name,
         )
     if model_config.is_encoder_decoder and not encoder_decoders:
         raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from trainkit.config import TrainConfig
 from trainkit.data import Batch
 from trainkit.errors import ConfigError, NonFiniteError, OutOfMemoryError, TrainkitError
 from trainkit.functional import to_float64
+from trainkit.models.experts import Balance, ExpertBalance, tokens_of
 from trainkit.models.fitting import (
     ADVICE,
     STATES,
@@ -87,6 +88,8 @@ class Updater:
         self.unit = "tokens"
         """The unit that `Progress.tokens` counts: that of the last step's batch."""
         self._warned_past_the_end = False
+        self._share_of_balance = 0.0
+        """By which the loss that balances the experts is multiplied."""
         if config.microbatch_size == "auto" and not parallel.sharding.repeats:
             raise ConfigError(
                 f"train.microbatch_size is 'auto', and with train.sharding {entry_name(config.sharding)!r} processes "
@@ -108,8 +111,8 @@ class Updater:
         self._warn_past_the_end()
         at, scheduler = self.progress, self.models.scheduler  # it must exist before the optimizer steps
         weight = self.parallel.reduce(batch.weight.to(self.parallel.device))
-        metrics, verdict = {}, Verdict.SKIP
-        if weight > 0:
+        metrics, verdict, counted = {}, Verdict.SKIP, float(weight)  # read once: on a GPU each time waits
+        if counted > 0:
             metrics = self._gradient(batch, weight)
             verdict = self._judged(metrics)
         metrics |= self._make_step(metrics) if verdict is Verdict.STEP else {"train/skipped": m.Mean.of(torch.ones(()))}
@@ -118,7 +121,7 @@ class Updater:
         rates |= {f"train/lr/{match}": rate for match, rate in self.models.rates_of_groups.items()}
         optim.advance(scheduler)
         self.models.unwrapped.eval()
-        at.step, at.tokens, at.stopped = at.step + 1, at.tokens + int(weight), verdict is Verdict.STOP
+        at.step, at.tokens, at.stopped = at.step + 1, at.tokens + int(counted), verdict is Verdict.STOP
         if verdict is Verdict.STEP and not self._overflowed:
             at.trained += len(batch) * self.parallel.world
             self._after_step()
@@ -155,6 +158,9 @@ class Updater:
         """Compute the gradient of the mean over ``weight`` units, those of all processes, and return the metrics."""
         share = weight / self.parallel.world  # because gradients are averaged over processes
         prepared = self._prepared_for_step(batch)
+        if (balance := self._balance) is not None:
+            tokens = float(self.parallel.reduce(torch.tensor(tokens_of(prepared)))) / self.parallel.world
+            self._share_of_balance = balance.coefficient / tokens
         recorded = self.recorder.pending
         while (metrics := self._attempt(self.micro_batches(prepared), share)) is None:
             self.recorder.pending = recorded
@@ -345,14 +351,26 @@ class Updater:
         return loss, {**metrics, "loss/total": m.Mean(to_float64(loss.detach()) * weight, weight)}
 
     def _backward(self, micro: Batch, share: Tensor, factor: float = 1.0) -> m.Metrics:
-        loss, metrics = self.measure(micro)
-        self.parallel.sharding.backward(loss * micro.weight.to(share.device) / share * factor)
+        balance, terms = self._balance, list[Balance]()
+        with nullcontext(terms) if balance is None else balance.collected() as terms:
+            loss, metrics = self.measure(micro)
+        total = loss * micro.weight.to(share.device) / share
+        for each in terms:
+            total = total + self._share_of_balance * each.loss.to(total.dtype)
+            sums = {"router/balance": each.loss.detach(), "router/entropy": each.entropy}
+            metrics = m.merge(metrics, {name: m.Mean(value, each.tokens) for name, value in sums.items()})
+        self.parallel.sharding.backward(total * factor)
         return metrics
+
+    @property
+    def _balance(self) -> ExpertBalance | None:
+        """What adds up the loss that balances the experts of the policy."""
+        return getattr(self.models.unwrapped, "balance", None)
 
     def _refuse_non_finite(self, metrics: m.Metrics, norm: Tensor) -> None:
         loss = self.parallel.reduce(torch.stack(metrics["loss/total"].tensors()))
         overflow = self.parallel.accelerator.scaler is not None  # fp16: the scaler skips the step and lowers its scale
-        if bool(loss.isfinite().all()) and (bool(norm.isfinite()) or overflow):
+        if bool(loss.isfinite().all() & (norm.isfinite().to(loss.device) | overflow)):
             return
         named = self.models.unwrapped.named_parameters()
         grads = {name: whole_tensor(p.grad) for name, p in named if p.grad is not None}

@@ -36,6 +36,11 @@ LOSSES = {
     "ipo-sum": {"method__loss_type": "ipo", "method__ipo_length_normalize": False},
     "robust": {"method__loss_type": "robust", "method__label_smoothing": 0.2},
     "kto_pair": {"method__loss_type": "kto_pair"},
+    "exo_pair": {"method__loss_type": "exo_pair", "method__label_smoothing": 0.2},
+    **{
+        name: {"method__loss_type": name}
+        for name in ("sigmoid_norm", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop")
+    },
     "reference-free": {"method__reference_free": True},
 }
 every_loss = pytest.mark.parametrize("changes", LOSSES.values(), ids=LOSSES)
@@ -167,7 +172,7 @@ def test_a_step_follows_the_gradient_of_the_formula_in_float64(changes: dict[str
         logprobs = logits.log_softmax(-1).gather(-1, sequences.input_ids[:, 1:, None]).squeeze(-1)
         ratio = logprobs - trainer.reference(sequences).logprobs[:, 1:] if trainer.needs_reference else logprobs
         total = (ratio * mask[:, 1:]).sum(1)
-        normal = method.loss_type == "ipo" and method.ipo_length_normalize
+        normal = method.loss_type == "sigmoid_norm" or (method.loss_type == "ipo" and method.ipo_length_normalize)
         sides.append(total / mask.sum(1) if normal else total)
     c, r, b, e = *sides, method.beta, method.label_smoothing
     y = b * (c - r)
@@ -181,6 +186,18 @@ def test_a_step_follows_the_gradient_of_the_formula_in_float64(changes: dict[str
             - torch.sigmoid(b * (c - r.detach().mean().clamp(min=0))) / 2
             - torch.sigmoid(b * (c.detach().mean().clamp(min=0) - r)) / 2
         ),
+        "sigmoid_norm": lambda: -torch.sigmoid(y).log(),
+        "exo_pair": lambda: (
+            torch.sigmoid(y) * (torch.sigmoid(y) / (1 - e)).log() + torch.sigmoid(-y) * (torch.sigmoid(-y) / e).log()
+        ),
+        "nca_pair": lambda: (
+            -(torch.sigmoid(b * c).log() + torch.sigmoid(-b * c).log() / 2 + torch.sigmoid(-b * r).log() / 2)
+        ),
+        "bco_pair": lambda: -torch.sigmoid(b * c).log() - torch.sigmoid(-b * r).log(),
+        "sppo_hard": lambda: (c - 0.5 / b) ** 2 + (r + 0.5 / b) ** 2,
+        "apo_zero": lambda: 1 - torch.sigmoid(b * c) + torch.sigmoid(b * r),
+        "apo_down": lambda: torch.sigmoid(b * c) + 1 - torch.sigmoid(y),
+        "discopop": lambda: -torch.sigmoid(-20 * y) * torch.sigmoid(y).log() + torch.sigmoid(20 * y) * (-y).exp(),
     }[method.loss_type]().mean()
     expected = torch.cat([g.flatten() for g in torch.autograd.grad(formula, list(policy.parameters()))])
     torch.testing.assert_close(gradient(trainer, batch), expected, rtol=1e-3, atol=1e-5)
@@ -246,11 +263,13 @@ def test_with_an_adapter_the_reference_is_the_model_without_it(tmp_path: Path) -
     "changes, message",
     [
         ({"method__loss_type": "hinge", "method__label_smoothing": 0.1}, "label_smoothing is for loss_type 'sigmoid'"),
+        ({"method__loss_type": "exo_pair"}, "'exo_pair' needs label_smoothing above 0"),
+        ({"method__loss_type": "nca_pair", "method__reference_free": True}, "set reference_free to false"),
         ({"method__loss_type": "robust"}, "'robust' without label_smoothing is 'sigmoid'"),
         ({"method__ipo_length_normalize": False}, "ipo_length_normalize is for loss_type 'ipo', not 'sigmoid'"),
         ({"method__loss_type": "kto_pair", "method__reference_free": True}, "set reference_free to false"),
         ({"method__label_smoothing": 0.5}, "label_smoothing: should be less than 0.5"),
-        ({"method__loss_type": "dpo"}, "loss_type: should be 'sigmoid', 'hinge', 'ipo', 'robust' or 'kto_pair'"),
+        ({"method__loss_type": "dpo"}, "loss_type: should be 'sigmoid', 'hinge', 'ipo', 'robust', 'kto_pair', "),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

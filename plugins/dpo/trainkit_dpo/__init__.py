@@ -12,6 +12,7 @@ from trainkit.plugins import lazy_names
 
 if TYPE_CHECKING:
     from trainkit_dpo.config import BestOfKConfig, DPOConfig, OnlineDPOConfig
+    from trainkit_dpo.losses import kto_pair_losses, robust_loss
     from trainkit_dpo.trainer import (
         BestOfKTrainer,
         BestResponses,
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
         PairTrainer,
         ScoredResponses,
         best_and_worst,
-        kto_pair_losses,
-        robust_loss,
     )
 
 __all__ = [
@@ -40,4 +39,4 @@ __all__ = [
     "kto_pair_losses",
     "robust_loss",
 ]
-__getattr__, __dir__ = lazy_names(__name__, __all__, "config", "trainer")
+__getattr__, __dir__ = lazy_names(__name__, __all__, "config", "losses", "trainer")

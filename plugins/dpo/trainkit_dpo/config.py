@@ -11,6 +11,9 @@ from trainkit import (
     MethodConfig,
 )
 
+ALONE = ("kto_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down")
+"""Losses that compare each side with the reference, not one side with the other alone."""
+
 
 class DPOConfig(MethodConfig):
     """Settings of DPO. The defaults are those of Rafailov et al. 2023, appendix B."""
@@ -19,12 +22,15 @@ class DPOConfig(MethodConfig):
 
     name: str = "dpo"
     """The registered name."""
-    loss_type: Literal["sigmoid", "hinge", "ipo", "robust", "kto_pair"] = "sigmoid"
+    loss_type: Literal[
+        "sigmoid", "hinge", "ipo", "robust", "kto_pair", "sigmoid_norm", "exo_pair", "nca_pair", "bco_pair",
+        "sppo_hard", "apo_zero", "apo_down", "discopop",
+    ] = "sigmoid"  # fmt: skip
     """The loss of a pair; the README of trainkit-dpo has the equations."""
     beta: float = Field(0.1, gt=0)
     """β: implicit reward per nat of log-ratio to the reference; for `ipo`, the τ of the paper."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """ε: the assumed share of pairs whose labels are flipped; optional for `sigmoid`, required for `robust`."""
+    """ε: the assumed share of pairs whose labels are flipped; for `sigmoid`, required for `robust` and `exo_pair`."""
     ipo_length_normalize: bool = True
     """For `ipo`: use the mean of a response's log-probabilities over tokens, as its authors do, instead of the sum."""
     reference_free: bool = False
@@ -32,15 +38,20 @@ class DPOConfig(MethodConfig):
 
     @model_validator(mode="after")
     def _settings_fit_the_loss(self) -> Self:
-        smoothed = self.loss_type in ("sigmoid", "robust")
-        if self.label_smoothing and not smoothed:
-            raise ValueError(f"label_smoothing is for loss_type 'sigmoid' or 'robust', not {self.loss_type!r}")
+        if self.label_smoothing and self.loss_type not in ("sigmoid", "robust", "exo_pair"):
+            raise ValueError(
+                f"label_smoothing is for loss_type 'sigmoid', 'robust' or 'exo_pair', not {self.loss_type!r}"
+            )
         if self.loss_type == "robust" and not self.label_smoothing:
             raise ValueError("loss_type 'robust' without label_smoothing is 'sigmoid'; give the share of wrong labels")
+        if self.loss_type == "exo_pair" and not self.label_smoothing:
+            raise ValueError("loss_type 'exo_pair' needs label_smoothing above 0, such as the 0.001 of its authors")
         if self.loss_type != "ipo" and not self.ipo_length_normalize:
             raise ValueError(f"ipo_length_normalize is for loss_type 'ipo', not {self.loss_type!r}; remove it")
-        if self.loss_type == "kto_pair" and self.reference_free:
-            raise ValueError("loss_type 'kto_pair' needs the KL from a reference; set reference_free to false")
+        if self.reference_free and self.loss_type in ALONE:
+            raise ValueError(
+                f"loss_type {self.loss_type!r} compares each side with a reference; set reference_free to false"
+            )
         return self
 
 

@@ -36,10 +36,26 @@ def loss_of_ipo_by_its_formula(trainer: Any) -> float:
 SMOOTHED = {"method.loss_type": "robust"}
 NORMALISED = {"method.loss_type": "ipo"}
 EFFECTS: dict[str, Effect | list[Effect]] = {
-    # −log σ(βx), max(0, 1 − βx), (x − 5)² and 1 − σ(±βr), at β = 0.1
-    "loss_type": Effect(
-        mean_of_three, equals={"sigmoid": 0.678561, "hinge": 0.966667, "ipo": 70 / 3, "kto_pair": 0.495858}
-    ),
+    # by the equations of the README, with ε of 0 or 0.1, at β = 0.1
+    "loss_type": [
+        Effect(
+            mean_of_three,
+            equals={
+                "sigmoid": 0.678561,
+                "hinge": 0.966667,
+                "ipo": 70 / 3,
+                "kto_pair": 0.495858,
+                "sigmoid_norm": 0.678561,
+                "nca_pair": 1.381082,
+                "bco_pair": 1.371708,
+                "sppo_hard": 48.333333,
+                "apo_zero": 0.991715,
+                "apo_down": 1.0,
+                "discopop": 0.816246,
+            },
+        ),
+        Effect(mean_of_three, equals={"robust": 0.674394, "exo_pair": 0.494696}, under={"method.label_smoothing": 0.1}),
+    ],
     "beta": [
         Effect(mean_of_three, equals={0.1: 0.678561, 1.0: 0.711112}),
         Effect("credit of chosen", rises=(0.1, 0.5, 1.0)),
@@ -66,16 +82,28 @@ def pairs_of_the_papers(world: World) -> Tensor:
 
     −(1 − ε) log σ(βx) − ε log σ(−βx) is that of Rafailov et al. 2023, equation 7, with smoothed labels; the robust one
     of Chowdhury, Kini, Natarajan 2024 has a minus before its second term, and is divided by 1 − 2ε. (x − 1/2β)² is that
-    of Azar et al. 2023, equation 17, and max(0, 1 − βx) that of Liu et al. 2023.
+    of Azar et al. 2023, equation 17, and max(0, 1 − βx) that of Liu et al. 2023. Those of each side are of the papers
+    that `trainkit_dpo.losses` names.
     """
     method, x = world.method, margins_of(world)
+    up, down = (method.beta * (world.logprobs - world.ref_logprobs).sum(1)).chunk(2)
+    right = torch.sigmoid(method.beta * x)
     smoothing, likely, unlikely = method.label_smoothing, F.logsigmoid(method.beta * x), F.logsigmoid(-method.beta * x)
     losses: dict[str, Tensor] = {
         "sigmoid": -(1 - smoothing) * likely - smoothing * unlikely,
         "robust": (-(1 - smoothing) * likely + smoothing * unlikely) / (1 - 2 * smoothing),
         "hinge": (1 - method.beta * x).clamp(min=0),
         "ipo": (x - 1 / (2 * method.beta)) ** 2,
+        "nca_pair": -up.sigmoid().log() - ((1 - up.sigmoid()) * (1 - down.sigmoid())).log() / 2,
+        "bco_pair": -(up.sigmoid() * (1 - down.sigmoid())).log(),
+        "sppo_hard": ((up - 0.5) ** 2 + (down + 0.5) ** 2) / method.beta**2,
+        "apo_zero": 1 - up.sigmoid() + down.sigmoid(),
+        "apo_down": 1 + up.sigmoid() - right,
+        "discopop": right.log() * ((20 * method.beta * x).sigmoid() - 1)
+        + (20 * method.beta * x).sigmoid() / (method.beta * x).exp(),
     }
+    if method.loss_type == "exo_pair":
+        losses["exo_pair"] = right * (right / (1 - smoothing)).log() + (1 - right) * ((1 - right) / smoothing).log()
     return losses[method.loss_type].mean()
 
 
@@ -115,6 +143,11 @@ OF_PAIRS = (
     Structure(gradient=pairs_of_the_papers, under={**SMOOTHED, "method.label_smoothing": 0.2}),
     Structure(gradient=pairs_of_the_papers, under={"method.loss_type": "hinge", "method.beta": 0.3}),
     Structure(gradient=kto_of_pairs, under={"method.loss_type": "kto_pair"}),
+    Structure(gradient=pairs_of_the_papers, under={"method.loss_type": "exo_pair", "method.label_smoothing": 0.2}),
+    *(
+        Structure(gradient=pairs_of_the_papers, under={"method.loss_type": loss, "method.beta": 0.3})
+        for loss in ("nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop")
+    ),
 )
 ESTIMATES = Structure(unbiased=("policy/kl", "policy/kl_per_token"), non_negative=("policy/kl_per_token",))
 OF_GROUPS = Structure(scores="group", surrogate="none", detached=())

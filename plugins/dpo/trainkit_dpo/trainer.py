@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from trainkit import (
@@ -20,45 +19,18 @@ from trainkit import (
     register_trainer,
 )
 from trainkit.functional import (
-    hinge_loss,
-    ipo_loss,
     kl_k1,
     kl_k3,
     masked_mean,
     masked_sum,
     per_response,
     preference_accuracy,
-    sigmoid_loss,
     zero_masked,
 )
 from trainkit.metrics import Mean, Metrics
 from trainkit.models import TokenOutputs, response_logprobs
 from trainkit_dpo.config import BestOfKConfig, DPOConfig, OnlineDPOConfig
-
-# ------------------------------------------------------------------------------------------------ losses of pairs
-
-
-def robust_loss(margins: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
-    """Return the robust loss of DPO, (−(1 − ε) log σ(βx) + ε log σ(−βx)) / (1 − 2ε). [*] -> [*].
-
-    It is an unbiased estimate of the loss with correct labels if a share ε of the labels is flipped.
-    Source: Chowdhury, Kini, Natarajan 2024.
-    """
-    x = beta * margins
-    return (-(1 - label_smoothing) * F.logsigmoid(x) + label_smoothing * F.logsigmoid(-x)) / (1 - 2 * label_smoothing)
-
-
-def kto_pair_losses(
-    chosen: Tensor, rejected: Tensor, chosen_kl: Tensor, rejected_kl: Tensor, *, beta: float
-) -> tuple[Tensor, Tensor]:
-    """Return the losses of both sides, 1 − σ(β(r_c − z_r)) and 1 − σ(β(z_c − r_r)). [*] ×4 -> [*] ×2.
-
-    r is log π − log π_ref; z = max(0, mean r) estimates the KL. Each side is compared with the KL of the other, without
-    gradient through z. Source: Ethayarajh et al. 2023 (HALOs), the form of KTO for pairs.
-    """
-    against_chosen, against_rejected = rejected_kl.detach().clamp(min=0), chosen_kl.detach().clamp(min=0)
-    return 1 - F.sigmoid(beta * (chosen - against_chosen)), 1 - F.sigmoid(beta * (against_rejected - rejected))
-
+from trainkit_dpo.losses import LOSSES, kto_pair_losses
 
 # ----------------------------------------------------------------------------------------------------- experience
 
@@ -130,9 +102,11 @@ class PairTrainer(AccelerateRLTrainer[C]):
         return not self.method.reference_free
 
     def logps(self, logprobs: Tensor, mask: Tensor) -> Tensor:
-        """Return log π of whole responses, EOS included: a sum, or for IPO a mean over tokens. [B, T] ×2 -> [B]."""
+        """Return log π of whole responses, EOS included: a sum, or a mean over tokens. [B, T] ×2 -> [B]."""
         sums = masked_sum(logprobs, mask, dim=1)
-        return sums / mask.sum(1) if self.method.loss_type == "ipo" and self.method.ipo_length_normalize else sums
+        loss, normalised = self.method.loss_type, self.method.ipo_length_normalize
+        averaged = loss == "sigmoid_norm" or (loss == "ipo" and normalised)
+        return sums / mask.sum(1) if averaged else sums
 
     def read(self, policy: Callable[[Sequences], TokenOutputs], batch: Preferences) -> tuple[Tensor, Tensor]:
         """Return log π of the chosen and of the rejected responses [B] ×2, from one forward pass over both."""
@@ -156,17 +130,9 @@ class PairTrainer(AccelerateRLTrainer[C]):
 
     def losses(self, chosen: Tensor, rejected: Tensor, batch: DPOBatch) -> Tensor:
         """Return the loss of each pair, from log π − log π_ref of its two sides. [B] ×2 -> [B]."""
-        method, margins = self.method, chosen - rejected
-        smoothing = {"beta": method.beta, "label_smoothing": method.label_smoothing}
-        match method.loss_type:
-            case "sigmoid":
-                return sigmoid_loss(margins, **smoothing)
-            case "robust":
-                return robust_loss(margins, **smoothing)
-            case "hinge":
-                return hinge_loss(margins, beta=method.beta)
-            case "ipo":
-                return ipo_loss(margins, beta=method.beta)
+        method = self.method
+        if (loss := LOSSES.get(method.loss_type)) is not None:
+            return loss(chosen, rejected, method.beta, method.label_smoothing)
         assert batch.chosen_kl is not None, "prepare_step has seen the whole step"
         assert batch.rejected_kl is not None, "prepare_step has seen the whole step"
         sides = kto_pair_losses(chosen, rejected, batch.chosen_kl, batch.rejected_kl, beta=method.beta)

@@ -61,12 +61,19 @@ def completions(value: Any, _context: Context) -> Settings:
     return {} if value is None else {"method.train_on_prompts": not value}
 
 
+PAIRS = (
+    *("sigmoid", "hinge", "ipo", "robust", "sigmoid_norm", "exo_pair", "nca_pair", "bco_pair", "sppo_hard"),
+    *("apo_zero", "apo_down", "discopop"),
+)
+"""Losses that DPO has in TRL and here."""
+
+
 def preference_loss(value: Any, _context: Context) -> Settings:
     """Return the loss of a pair; TRL takes a list of names too."""
     names = [value] if isinstance(value, str) else list(value)
-    known = ("sigmoid", "hinge", "ipo", "robust")
-    if len(names) != 1 or names[0] not in known:
-        raise RefusedError(f"given {value!r}; trainkit-dpo has one loss of {', '.join(known)}")
+    if len(names) != 1 or names[0] not in PAIRS:
+        sorts = ", and those of 'aot' sort the pairs of a micro-batch, so they depend on its size"
+        raise RefusedError(f"given {value!r}; trainkit-dpo has one loss of {', '.join(PAIRS)}{sorts}")
     return {"method.loss_type": names[0]}
 
 

@@ -856,8 +856,8 @@ BUGS = (
         "dpo",
         ("effects_as_declared",),
         patch="""
--        smoothing = {"beta": method.beta, "label_smoothing": method.label_smoothing}
-+        smoothing = {"beta": method.beta, "label_smoothing": -method.label_smoothing}
+-            return loss(chosen, rejected, method.beta, method.label_smoothing)
++            return loss(chosen, rejected, method.beta, 1 - method.label_smoothing)
 """,
     ),
     Bug(
@@ -1703,8 +1703,9 @@ BUGS = (
         "dpo",
         ("effects_as_declared",),
         patch="""
--                return ipo_loss(margins, beta=method.beta)
-+                return ipo_loss(margins, beta=method.beta / 2)
+-            return loss(chosen, rejected, method.beta, method.label_smoothing)
++            beta = method.beta / 2 if method.loss_type == "ipo" else method.beta
++            return loss(chosen, rejected, beta, method.label_smoothing)
 """,
     ),
     Bug(
@@ -1714,8 +1715,8 @@ BUGS = (
         "dpo",
         ("effects_as_declared",),
         patch="""
--        method, margins = self.method, chosen - rejected
-+        method, margins = self.method, self.method.beta * (chosen - rejected)
+-            return loss(chosen, rejected, method.beta, method.label_smoothing)
++            return loss(method.beta * chosen, method.beta * rejected, method.beta, method.label_smoothing)
 """,
     ),
     Bug(
@@ -1828,8 +1829,8 @@ BUGS = (
         "dpo",
         ("gradient_in_expectation",),
         patch="""
--    against_chosen, against_rejected = rejected_kl.detach().clamp(min=0), chosen_kl.detach().clamp(min=0)
-+    against_chosen, against_rejected = chosen_kl.detach().clamp(min=0), rejected_kl.detach().clamp(min=0)
+-        sides = kto_pair_losses(chosen, rejected, batch.chosen_kl, batch.rejected_kl, beta=method.beta)
++        sides = kto_pair_losses(chosen, rejected, batch.rejected_kl, batch.chosen_kl, beta=method.beta)
 """,
     ),
     Bug(
