@@ -326,7 +326,8 @@ class VLLMEngine(Engine):
     def _alive(self, index: int, call: Callable[[Any], Any]) -> Any:
         """Call with server ``index``; if it dies, start it again and call once more."""
         while True:
-            place = self._places[index]
+            with self.lock:  # not while it is started again
+                place = self._places[index]
             try:
                 return call(place)
             except DiedError as error:

@@ -209,14 +209,14 @@ class Started(Server):
             DiedError: the server died, or is about to.
             EngineError: it does not answer in time, or its answer is an error.
         """
-        process = self.process  # another thread may start the next one meanwhile
+        process, begun = self.process, self._starts  # another thread may start the next one meanwhile
         try:
             return super().post(path, body)
         except (UnreachableError, RefusedError) as error:
             end = time.monotonic() + DYING
             while process is not None and process.poll() is None and time.monotonic() < end:
                 time.sleep(0.1)
-            if process is None or process.poll() is not None:
+            if process is None or process.poll() is not None or self._starts != begun:
                 raise DiedError(f"the engine {self} died: {self.reason()}") from error
             raise
 
