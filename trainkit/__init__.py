@@ -38,9 +38,10 @@ if TYPE_CHECKING:
     from trainkit.trainer.base import BaseRLTrainer, Verdict
     from trainkit.trainer.collect import Collector
     from trainkit.trainer.loop import AcceleratedLoop
-    from trainkit.trainer.sharding import Sharding
+    from trainkit.trainer.sharding import FSDP2, Sharding
 
 __all__ = [
+    "FSDP2",
     "AccelerateRLTrainer",
     "AcceleratedLoop",
     "BaseRLTrainer",

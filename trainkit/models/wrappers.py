@@ -106,6 +106,16 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         return cast(PreTrainedConfig, self.pretrained_model.config)
 
     @property
+    def current_device(self) -> torch.device:
+        """The device of the model."""
+        return self.pretrained_model.device  # type: ignore[no-any-return]
+
+    @property
+    def is_loaded_in_8bit(self) -> bool:
+        """Whether the weights are in 8 bits."""
+        return bool(getattr(self.pretrained_model, "is_loaded_in_8bit", False))
+
+    @property
     def generation_config(self) -> Any:
         """The model's defaults for `generate`."""
         return self.pretrained_model.generation_config

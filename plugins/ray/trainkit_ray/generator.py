@@ -89,6 +89,8 @@ def unpacked(given: Packed) -> Tensor:
 def viewed(given: Packed) -> Tensor:
     """Return the tensor that was packed, to be read, in the memory where Ray stores it once for a machine."""
     data, dtype, shape = given
+    if not data.size:  # which has no strides that fit another type
+        return torch.empty(shape, dtype=getattr(torch, dtype))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch has no tensors that cannot be written to
         return torch.from_numpy(data).view(getattr(torch, dtype)).reshape(shape)

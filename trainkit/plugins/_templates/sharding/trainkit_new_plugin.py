@@ -9,9 +9,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from trainkit import TRLConfig, register_sharding
+from trainkit import FSDP2, TRLConfig, register_sharding
 from trainkit.errors import ConfigError
-from trainkit.trainer.sharding import FSDP2
 
 
 @register_sharding("new_plugin")
