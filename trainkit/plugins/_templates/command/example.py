@@ -1,6 +1,8 @@
 """Train a two-layer model with new_plugin: a few seconds on a CPU, no downloads."""
 
 import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import trainkit
@@ -27,4 +29,4 @@ if __name__ == "__main__":
             "train": {"batch_size": 32, "total_steps": 100, "eval_interval": 50, "trackers": []},
         },
     )
-    subprocess.run(["trainkit", "new-plugin", str(trainer.run_dir)], check=True)
+    subprocess.run([Path(sys.executable).with_name("trainkit"), "new-plugin", str(trainer.run_dir)], check=True)
