@@ -57,17 +57,9 @@ def store_frozen(model: Any, dtype: torch.dtype, beside: nn.Module | None = None
             stay as they are if its outputs would change. Otherwise only those are stored which have values of
             ``dtype``.
     """
-    layers = [layer for layer in _linear(model) if not any(parameter.requires_grad for parameter in layer.parameters())]
-    layer_ids = {id(layer) for layer in layers}
-    others = [each for each in model.modules() if id(each) not in layer_ids]
-    elsewhere = {id(p) for module in others for p in module.parameters(recurse=False)}
-    elsewhere |= set() if beside is None else {id(p) for p in beside.parameters()}
     before = decided(partial(_outputs, model, dtype)) if rounds else []
     own: list[tuple[nn.Module, type[nn.Module], dict[str, nn.Parameter]]] = []
-    for layer in layers:
-        parameters = dict(layer.named_parameters())
-        if any(id(p) in elsewhere or p.dtype != torch.float32 for p in parameters.values()):
-            continue
+    for layer, parameters in _frozen(model, beside):
         if rounds or decided(partial(_exact, parameters, dtype)):
             own.append((layer, type(layer), parameters))
             for name, parameter in parameters.items():
@@ -119,6 +111,21 @@ def _linear(model: Any) -> list[nn.Module]:
     kept = {part for name in KEPT for part in getattr(model, name, None) or ()}
     named = model.named_modules()
     return [module for name, module in named if type(module) in KINDS and not kept & {*name.split(".")}]
+
+
+def _frozen(model: Any, beside: nn.Module | None) -> list[tuple[nn.Module, dict[str, nn.Parameter]]]:
+    """Return the frozen linear layers in float32 with their parameters, which no other module and ``beside`` have."""
+    layers = [layer for layer in _linear(model) if not any(parameter.requires_grad for parameter in layer.parameters())]
+    layer_ids = {id(layer) for layer in layers}
+    others = [each for each in model.modules() if id(each) not in layer_ids]
+    elsewhere = {id(p) for module in others for p in module.parameters(recurse=False)}
+    elsewhere |= set() if beside is None else {id(p) for p in beside.parameters()}
+    found = [(layer, dict(layer.named_parameters())) for layer in layers]
+    return [
+        (layer, parameters)
+        for layer, parameters in found
+        if all(id(p) not in elsewhere and p.dtype == torch.float32 for p in parameters.values())
+    ]
 
 
 def _exact(parameters: Mapping[str, Tensor], dtype: torch.dtype) -> bool:

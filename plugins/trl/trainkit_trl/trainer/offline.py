@@ -212,7 +212,10 @@ class OfflineTrainer(Calling):
         settings = {name: value for name, value in given.items() if name not in OBJECTS}
         usual = {name: each.default for name, each in parameters(type(self)).items()}
         config = settled(self.section, self.args, settings, usual, rows, live)
-        if config.optimizer.groups and (self._trains_adapter(given) or "zero" in str(config.train.sharding)):
+        whole, divided = not self._trains_adapter(given), "zero" in str(config.train.sharding)
+        if config.optimizer.groups and whole and divided:
+            log.warning("weight_decay acts on biases and norms too, because DeepSpeed has one rate for all parameters")
+        if config.optimizer.groups and (divided or not whole):
             config = config.evolve(optimizer={"groups": []})
         ours = {theirs: name for name, theirs in self.names.items()}
         best = config.train.save_best
