@@ -78,6 +78,7 @@ battery-full: $(VENV)/made
 PYTEST_ENGINES := $(SETTINGS) $(ENGINES)/bin/pytest -m engines
 engines: $(ENGINES)/made
 	$(PYTEST_ENGINES) $(or $(ARGS),-n 2 --dist loadfile plugins/ray plugins/vllm) tests/conftest.py
+	$(if $(ARGS),,TRITON_INTERPRET=1 $(PYTEST_ENGINES) tests/test_kernels.py tests/conftest.py)
 
 shards: $(ENGINES)/made
 	$(PYTEST_ENGINES) $(or $(ARGS),-n 2 plugins/deepspeed) tests/conftest.py
@@ -120,9 +121,10 @@ mutants: $(VENV)/made
 parity: $(BENCH)/made
 	$(SETTINGS) $(BENCH)/bin/pytest -m parity tests/parity tests/test_speed_benchmark.py
 
-SPEED := $(addprefix benchmarks/,figures.py growth.py speed.py)
+# make speed runs speed.py and its parts; the others draw what runs have written
+APART := $(addprefix benchmarks/,beside_trl.py figures.py growth.py real_run.py speed.py)
 bench: $(VENV)/made $(BENCH)/made
-	@for script in $(filter-out $(SPEED),$(wildcard benchmarks/*.py)); do \
+	@for script in $(filter-out $(APART),$(wildcard benchmarks/*.py)); do \
 	    echo "== $$script"; $(BIN)/python "$$script" || exit 1; \
 	done
 	$(MAKE) speed

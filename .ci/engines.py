@@ -13,6 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PINS = {
     "deepspeed": "0.19.8",
+    "fastapi": "0.136.3",  # vLLM 0.32 needs one below 0.137
     "numpy": "2.3.5",  # vLLM 0.32 needs one below 2.4
     "ray": "2.60.0",
     "torch": "2.13.0",

@@ -46,6 +46,7 @@ KINDS = {
     "ppo-frozen": Kind("PPO, frozen layers", ("trainkit", "trainkit-frozen"), "32x1,32+64"),
     "rft": Kind("RFT", ("trainkit",), "8x4,32+64"),
     "sft": Kind("SFT", ("trainkit", "trl", "bare"), "8x256"),
+    "sft-packed": Kind("SFT, packed", ("trainkit",), "16x128"),
     "reward": Kind("Reward model", ("trainkit", "trl"), "8x32..256"),
     "dpo": Kind("DPO", ("trainkit", "trl"), "8x32..256"),
     "dpo-3": Kind("DPO, 3 epochs", ("trainkit", "trl"), "8x32..256"),

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,30 @@ STAGES = {
     "probes": 60,
     "attention": 30,
     "head": 60,
+    "tokens": 30,
+    "blocks": 120,
     "decode": 90,
     "sft": 150,
     "dpo": 150,
     "grpo": 200,
+    "grpo-large": 300,
     "profile": 120,
     "tests": 420,
 }
 """The stages, in order, and the most seconds of each."""
+TARGETS = (
+    ("sft-packed:32x1024, Q15, trainkit", "tokens_per_s", 40_000),
+    ("sft-packed:32x1024, Q15, trainkit", "share_of_peak", 0.45),
+    ("decode, Q15, 512 rows, 512+256", "tokens_per_s", 55_000),
+    ("grpo:64x8,512+1024, Q15, trainkit", "steps_per_s", 1 / 28),
+)
+"""Rows with the figures that an H100 should reach at least."""
+BESIDE = (
+    ("dpo:8x256..1024, Q15", "seconds", 1.3),
+    ("grpo:16x8,512+256, Q15, microbatch 16", "seconds", 1.4),
+    ("grpo:16x8,512+256, Q15, microbatch 16", "peak", 1 / 0.6),
+)
+"""Rows of which TRL's figure should be at least so many times trainkit's."""
 VERSIONS = """
 import json, torch, transformers
 card = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
@@ -78,6 +95,23 @@ def read(path: Path | None) -> list[dict[str, Any]]:
     if path is None or not path.exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def targets(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield a line for each target: what it is, what was measured, and whether that reaches it."""
+    measured = {row["row"]: row for row in rows if "failed" not in row}
+    for name, figure, least in TARGETS:
+        own = measured.get(name, {})
+        value = 1 / own["seconds"] if figure == "steps_per_s" and own else own.get(figure)
+        yield _said(f"{name}: {figure}", value, least)
+    for name, figure, least in BESIDE:
+        sides = [measured.get(f"{name}, {system}", {}).get(figure) for system in ("trl", "trainkit")]
+        yield _said(f"{name}: {figure} of TRL over trainkit's", None if None in sides else sides[0] / sides[1], least)
+
+
+def _said(what: str, value: float | None, least: float) -> str:
+    said = "not measured" if value is None else f"{value:.4g}, {'reached' if value >= least else 'NOT reached'}"
+    return f"{what}: {said} (at least {least:.4g})"
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -135,6 +169,8 @@ def main(arguments: list[str] | None = None) -> int:
                     for stage in left:
                         print(json.dumps({"row": f"stage {stage}", **common}), file=file)
             print(f"-- {said}: {reason} after {time.monotonic() - started:.0f} s", flush=True)
+    if not options.tiny:
+        print("Targets, for an H100:", *targets([*known, *read(rows)]), sep="\n")
     return int(failed or any("failed" in row for row in read(rows)[first:]))
 
 

@@ -37,16 +37,19 @@ from work import MODELS, Work
 import trainkit
 from trainkit.config import SamplingConfig
 from trainkit.data import Sequences
-from trainkit.models import Policy, make_policy
+from trainkit.models import Policy, compiling, make_policy
 from trainkit.models.joined import JoinedRows
 from trainkit.models.joined import attend as attend_joined
 from trainkit.rollouts import CausalSampler
+from trainkit.rollouts.sampler import _Responses
 
 TRAINING: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     "sft": (
         ("sft:8x512..2048", "Q05", "", ""),
         ("sft:8x512..2048", "Q05", "", "trainkit-padded"),
         ("sft:8x512..2048", "Q15", "--apart", ""),
+        ("sft-packed:32x1024", "Q05", "", "trainkit"),
+        ("sft-packed:32x1024", "Q15", "", "trainkit"),
     ),
     "dpo": (
         ("dpo:8x256..1024", "Q05", "", ""),
@@ -59,9 +62,17 @@ TRAINING: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("grpo:16x8,512+256", "Q05", "", "trainkit-padded"),
         ("grpo:16x8,512+256", "Q15", "--microbatch 16 --apart", ""),
     ),
+    "grpo-large": (("grpo:64x8,512+1024", "Q15", "", "trainkit"),),
 }
 """The training steps of a stage: case, model, options of ``speed.py``, and the system, if it is one alone."""
-TINY = {"sft": "sft:2x12..16", "dpo": "dpo:2x12..16", "grpo": "grpo:2x2,8+8"}
+TINY = {
+    "sft": (("sft:2x12..16", "S", "", ""), ("sft-packed:16x12", "S", "", "trainkit")),
+    "dpo": (("dpo:2x12..16", "S", "", ""),),
+    "grpo": (("grpo:2x2,8+8", "S", "", ""),),
+    "grpo-large": (("grpo:2x2,8+9", "S", "", "trainkit"),),
+}
+ONCE = frozenset({"grpo-large"})
+"""Stages with one step that is not measured and one that is."""
 DECODED = (("S", 4, 8, 64), ("Q05", 128, 512, 256), ("Q15", 128, 512, 256), ("Q15", 512, 512, 256))
 """Model, responses, tokens of a prompt and of a response that are sampled; the first if all is tiny."""
 PEAK = 989e12
@@ -254,7 +265,8 @@ def head(stage: Stage) -> None:
             sequences = Sequences(ids, torch.ones_like(ids).bool(), torch.ones_like(ids).bool()).to(stage.device)
             exact = head_gradient(policy, sequences, states, bf16=False).double()
             error = (head_gradient(policy, sequences, states, bf16=True).double() - exact).norm() / exact.norm()
-            facts = {"gradient_error": round(float(error), 5)}
+            products = 6 * count * width * MODELS[name]["vocab_size"] / PEAK
+            facts = {"gradient_error": round(float(error), 5), "least_bf16": round(products, 5)}
             del exact
             for bf16, key in ((True, "bf16"), (False, "float32")):
                 before = torch.cuda.memory_allocated() if stage.cuda else 0
@@ -265,6 +277,60 @@ def head(stage: Stage) -> None:
                 if stage.cuda:
                     facts[f"mb_{key}"] = round((torch.cuda.max_memory_allocated() - before) / 2**20)
             stage.add(row, **facts)
+
+
+def tokens(stage: Stage) -> None:
+    """Measure the choice of a token for 512 rows, beside the time in which their logits are read once."""
+    rows, model = (4, "S") if stage.tiny else (512, "Q05")
+    one_layer = network(model, stage.device, **{"n_layer" if model == "S" else "num_hidden_layers": 1})
+    sampler = CausalSampler(one_layer, Work("", "grpo", model).tokenizer(), head_alone=True)
+    logits = torch.randn(rows, MODELS[model]["vocab_size"], device=stage.device, dtype=torch.bfloat16)
+    least = logits.numel() * 2 / bandwidth(stage)
+    for name, settings in (("whole", {}), ("top_p 0.95", {"top_p": 0.95})):
+        if (row := f"tokens, {name}, {rows} rows") in stage.known:
+            continue
+        draws = torch.rand(rows, 9, device=stage.device)
+        responses = _Responses(sampler, [[0]] * rows, SamplingConfig(max_new_tokens=8, **settings), draws)
+        at = torch.arange(rows, device=stage.device)
+
+        def call(responses: _Responses = responses, at: Tensor = at) -> None:
+            responses.extend(at, at, logits, None)
+
+        with torch.no_grad():
+            seconds = stage.timed(call)
+        facts = {"ms": round(seconds * 1e3, 3), "least_ms": round(least * 1e3, 3)}
+        stage.add(row, **facts, kernel=responses.kernels is not None)
+
+
+def blocks(stage: Stage) -> None:
+    """Measure two blocks, forward and backward: as they are, compiled, and with Liger's kernels if they are there."""
+    model_name, length = ("S", 64) if stage.tiny else ("Q15", 8192)
+    layers = "n_layer" if model_name == "S" else "num_hidden_layers"
+    kinds = ["eager", "compiled", *(["liger"] if importlib.util.find_spec("liger_kernel") else [])]
+    for kind in kinds:
+        if (row := f"blocks, {model_name}, {length} tokens, {kind}") in stage.known:
+            continue
+        facts: dict[str, Any] = {}
+        model = network(model_name, stage.device, **{layers: 2})
+        ids = torch.randint(0, 200, (1, length), device=stage.device)
+        with torch.autocast(stage.device, torch.bfloat16):
+            if kind == "liger":
+                from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+                _apply_liger_kernel_to_instance(model=model)
+            elif kind == "compiled":
+                started = time.perf_counter()
+                compiling.BACKEND = "aot_eager" if stage.tiny else compiling.BACKEND  # generated code takes minutes
+                fault = compiling.compile_blocks(model)
+                facts = {"seconds_to_compile": round(time.perf_counter() - started, 1), "fault": fault}
+
+            def call(model: PreTrainedModel = model, ids: Tensor = ids) -> None:
+                model.base_model(ids).last_hidden_state.sum().backward()
+
+            facts["ms"] = round(stage.timed(call) * 1e3, 2)
+        weights = sum(p.numel() for p in model.parameters()) - model.get_input_embeddings().weight.numel()
+        facts["least_ms"] = round(6 * weights * length / PEAK * 1e3, 2)
+        stage.add(row, **facts)
 
 
 def decode(stage: Stage) -> None:
@@ -301,7 +367,7 @@ def decode(stage: Stage) -> None:
 def training(stage: Stage) -> None:
     """Measure training steps with ``speed.py``."""
     systems = ["trainkit", *(["trl"] if importlib.util.find_spec("trl") else [])]
-    cases = ((TINY[stage.stage], "S", "", ""),) if stage.tiny else TRAINING[stage.stage]
+    cases = TINY[stage.stage] if stage.tiny else TRAINING[stage.stage]
     reads = bandwidth(stage)
     for case, model, more, alone in cases:
         own = [alone] if alone else systems
@@ -309,7 +375,8 @@ def training(stage: Stage) -> None:
         for part in [[each] for each in own] if "--apart" in more else [own]:
             if {f"{name}, {system}" for system in part} <= stage.known:
                 continue
-            arguments = ["--cases", case, "--models", model, "--precision", "bf16", "--steps", "3", "--warmup", "2"]
+            steps, first = ("1", "1") if stage.stage in ONCE else ("3", "2")
+            arguments = ["--cases", case, "--models", model, "--precision", "bf16", "--steps", steps, "--warmup", first]
             arguments += ["--trl-python", sys.executable, "--threads", "1" if stage.tiny else "8", *more.split()]
             arguments += [] if stage.cuda else ["--device", "cpu"]
             options = speed.parse([*arguments, "--systems", *part])
@@ -461,6 +528,8 @@ RUN: dict[str, Callable[[Stage], None]] = {
     "probes": probes,
     "attention": attention,
     "head": head,
+    "tokens": tokens,
+    "blocks": blocks,
     "decode": decode,
     **dict.fromkeys(TRAINING, training),
     "profile": profiles,

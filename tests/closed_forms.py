@@ -25,7 +25,7 @@ from trainkit.metrics import RunningMoments
 from trainkit_ddpo.advantages import PerPromptStatTracker, standardise
 from trainkit_ddpo.ddim import ddim_mean, ddim_sigma, gaussian_logprob
 from trainkit_grpo import GRPOBatch, GRPORollouts
-from trainkit_kto import KTOBatch, kto_loss
+from trainkit_kto import KTOBatch, LabelledBatch, kto_loss
 from trainkit_orpo import log_odds, simpo_loss
 from trainkit_ppo import PPOBatch, PPORollouts
 from trainkit_reward import RewardBatch, preference_loss
@@ -643,6 +643,42 @@ def _(m: Array, a: float, b: float, lp: Array, ref: Array, kl: Array) -> float:
     liked = np.arange(len(m)) % 2 == 0
     values = np.where(liked, sigmoid(a * (log_ratios - point)), (1 + b) * sigmoid(a * (point - log_ratios)))
     return float((np.where(liked, 1.0, 1 + b) - values).mean())
+
+
+def _bco(m: Tensor, a: float, b: float, lp: Tensor, ref: Tensor) -> Tensor:
+    trainer, liked = trainer_of("bco", said(logprobs=lp), method={"beta": a}), torch.arange(len(m)) % 2 == 0
+    trainer.seen = {"desirable": [1, 3 * b], "undesirable": [1, -b]}
+    return trainer.loss(LabelledBatch(sequences(m), ref[:, 0], liked))[0]
+
+
+@form("the loss of BCO", 2, _bco, learnt=1)
+def _(m: Array, a: float, b: float, lp: Array, ref: Array) -> float:
+    rewards = a * (np.where(m, lp, 0.0).sum(1) - ref[:, 0])
+    return float(-log_sigmoid(np.where(np.arange(len(m)) % 2 == 0, rewards - b, b - rewards)).mean())
+
+
+def _xpo(m: Tensor, a: float, b: float, own: Tensor, other: Tensor, ref: Tensor) -> Tensor:
+    sign = torch.arange(len(m)).double() % 3 - 1
+    trainer = trainer_of("xpo", said(logprobs=torch.cat([own, other])), method={"beta": a, "alpha": b})
+    return trainer.loss(dpo.XPOBatch(sequences(m), sequences(m), ref[:, 0], -ref[:, 0], sign))[0]
+
+
+@form("the loss of XPO", 3, _xpo, learnt=2)
+def _(m: Array, a: float, b: float, own: Array, other: Array, ref: Array) -> float:
+    one, two = (np.where(m, x, 0.0).sum(1) for x in (own, other))
+    x, sign = one - two - 2 * ref[:, 0], np.arange(len(m)) % 3 - 1
+    return float(np.where(sign == 0, 0.0, -log_sigmoid(a * sign * x)).mean() + b * two.mean())
+
+
+def _spin(m: Tensor, a: float, b: float, own: Tensor, other: Tensor, old: Tensor) -> Tensor:
+    trainer = trainer_of("spin", said(logprobs=torch.cat([own, other])), method={"beta": a})
+    return trainer.loss(dpo.SPINBatch(sequences(m), sequences(m), old[:, 0], -old[:, 0]))[0]
+
+
+@form("the loss of SPIN", 3, _spin, learnt=2)
+def _(m: Array, a: float, b: float, own: Array, other: Array, old: Array) -> float:
+    one, two = (np.where(m, x, 0.0).sum(1) for x in (own, other))
+    return float(-log_sigmoid(a * (one - two - 2 * old[:, 0])).mean())
 
 
 def _reward(m: Tensor, a: float, b: float, x: Tensor, y: Tensor, z: Tensor) -> Tensor:

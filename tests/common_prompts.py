@@ -1,8 +1,10 @@
-"""Prompts that several rows have: whether the models run them once, however few and short the rows of a test are."""
+"""How models run the rows of a test, however few: a prompt once or in each row, the rows joined or not."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -19,3 +21,17 @@ def exist(name: str) -> bool:
 def share(patch: pytest.MonkeyPatch, shares: bool) -> None:
     """Share prompts wherever it is possible, or nowhere; by default it is done where it pays."""
     patch.setattr(sharing, "GAIN", math.inf if shares else -math.inf)
+
+
+def join(patch: pytest.MonkeyPatch) -> None:
+    """Join rows and share prompts wherever it is possible; by default rows are joined on GPUs."""
+    share(patch, True)
+    patch.setattr(sharing.PromptSharing, "_joins_by_default", True)
+
+
+WAYS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "shared": partial(share, shares=True),
+    "separate": partial(share, shares=False),
+    "joined": join,
+}
+"""The ways, by name."""

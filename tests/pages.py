@@ -102,10 +102,15 @@ def name_of(document: Path) -> str:
 
 NOT_RUN = {
     r"make (demo|test)": "continuous integration runs them",
+    r"make examples-real": "it downloads a model, and takes half an hour",
     r"git switch": "the checkout is not the test's",
     r"trainkit eval .*--lm-eval": "it needs lm-eval and data of the hub",
-    r"trainkit watch": "it serves until Ctrl-C",
+    r"trainkit (watch|serve)": "it serves until Ctrl-C",
+    r"trainkit export .*--format": "it needs the converter of llama.cpp",
     r".*smollm2": "it downloads a model; make examples-real does both",
+    r"python dialogues\.py": "it downloads a dataset",
+    r"trainkit (train dialogues-|export runs/dialogues)": "that model is trained on that dataset",
+    r"python benchmarks/beside_trl\.py": "it needs TRL, and trains that model for minutes",
     r"ray (start|stop)": "it needs Ray and several machines; make engines runs with Ray",
 }
 """Commands that are not executed, as patterns, and why."""

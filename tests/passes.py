@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainkit.data import Sequences
+from trainkit.models import make_policy
+from trainkit.models.backend import use_fast_exact_matmul
 from trainkit.models.policy import Policy, TokenOutputs
 from trainkit.testing import tiny_gpt2, tiny_llama
 
@@ -83,3 +85,40 @@ def results(
     total = sum((part.double() * torch.linspace(-1, 1, part.numel()).view_as(part)).sum() for part in parts)
     total.backward()
     return found, {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
+
+
+PATHS = {"shared": (True, False), "joined": (False, True), "joined, shared": (True, True)}
+PRECISIONS = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.float32}
+
+
+def table_of_differences() -> None:
+    """Print how far gradients of each path are from those of padded rows, relative to their norm."""
+    columns = [f"{path}, {precision}" for path in PATHS for precision in PRECISIONS]
+    print("| |", " | ".join(columns), "|\n|---|" + "---|" * len(columns))
+    for name in MODELS:
+        cells = dict[str, str]()
+        for precision, dtype in PRECISIONS.items():
+            if (name, precision) == ("mixtral", "float64"):  # torch has no grouped products in it
+                cells |= {f"{path}, {precision}": "–" for path in PATHS}
+                continue
+            policy = make_policy(make(name, dtype), value_head=True).to(dtype)
+            cannot = {"shared": policy.why_not_shared(), "joined": policy.why_not_joined()}
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+                expected = flat(results(policy, with_turns(), shared=False)[1])
+                for path, (shared, joined) in PATHS.items():
+                    if any(cannot[part] for part in path.split(", ")):
+                        cells[f"{path}, {precision}"] = "–"
+                        continue
+                    found = flat(results(policy, with_turns(), shared, joined)[1])
+                    cells[f"{path}, {precision}"] = f"{float((found - expected).norm() / expected.norm()):.0e}"
+        print(f"| {name} |", " | ".join(cells[column] for column in columns), "|")
+
+
+def flat(gradients: dict[str, Tensor]) -> Tensor:
+    """Return all gradients as one tensor in float64."""
+    return torch.cat([gradients[name].double().flatten() for name in sorted(gradients)])
+
+
+if __name__ == "__main__":
+    use_fast_exact_matmul(torch.device("cpu"))
+    table_of_differences()

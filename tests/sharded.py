@@ -4,7 +4,7 @@
     torchrun --nproc_per_node=N tests/sharded.py run DIRECTORY NAME SETTINGS
 
 CASES is a JSON object: by name, the algorithm and settings of `tiny_trainer`; with ``"divided": true`` the model must
-never be gathered. ``equal`` trains each replicated and by
+never be gathered; ``"replicated"`` are settings of the replicated run alone. ``equal`` trains each replicated and by
 FSDP2, and writes the largest difference of weights and exports after six steps to DIRECTORY/equal.json. ``run`` trains
 one, and writes what the processes have together at its beginning and its end to DIRECTORY/NAME-WORLD.pt.
 """
@@ -52,11 +52,18 @@ def whole(trainer: Any) -> dict[str, torch.Tensor]:
         return {name: tensor.detach().clone() for name, tensor in trainer.unwrapped.state_dict().items()}
 
 
+def exact(trainer: Any) -> dict[str, torch.Tensor]:
+    """A copy of the whole parameters, as the optimizer steps them."""
+    masters = getattr(trainer.optimizer.optimizer, "_masters", {})
+    named = trainer.unwrapped.named_parameters()
+    return {name: whole_tensor(masters.get(each, each).detach()).clone() for name, each in named}
+
+
 def state(trainer: Any) -> dict[str, Any]:
     """A copy of weights and the optimizer's state, whole."""
     optimizer = trainer.sharding.optimizer_state(trainer.optimizer)["state"]
     found = {key: {name: copy.deepcopy(whole_tensor(x)) for name, x in each.items()} for key, each in optimizer.items()}
-    return {"weights": whole(trainer), "optimizer": found}
+    return {"weights": exact(trainer), "optimizer": found}
 
 
 def equal(root: Path, cases: dict[str, Any]) -> None:
@@ -64,8 +71,9 @@ def equal(root: Path, cases: dict[str, Any]) -> None:
     found = {}
     for index, (case, (name, settings)) in enumerate(cases.items()):
         ends, exports = [], []
-        keeps_sharded = settings.pop("divided", False)
+        keeps_sharded, whole_alone = settings.pop("divided", False), settings.pop("replicated", {})
         for sharding in ("none", "fsdp2"):
+            settings |= whole_alone if sharding == "none" else dict.fromkeys(whole_alone)
             watched = sharding == "fsdp2" and not settings.get("train__gradient_checkpointing")  # gathers a block twice
             trainer = made(
                 name, root / f"{index}-{sharding}", {**settings, "train__sharding": sharding},
@@ -77,11 +85,12 @@ def equal(root: Path, cases: dict[str, Any]) -> None:
             trainer.learn()
             if gather is not None:
                 trainer.sharding._gather = gather
-            ends.append(whole(trainer))
+            ends.append(exact(trainer) if whole_alone else whole(trainer))
             files = sorted((trainer.run_dir / "model").rglob("*.safetensors"))
             exports.append({f"{file.name} {key}": tensor for file in files for key, tensor in load_file(file).items()})
         assert exports[0].keys() == exports[1].keys() != set()
-        ends = [{**end, **export} for end, export in zip(ends, exports, strict=True)]
+        if not whole_alone:  # exports are then of the same type
+            ends = [{**end, **export} for end, export in zip(ends, exports, strict=True)]
         found[case] = max(float((ends[0][key].float() - ends[1][key].float()).abs().max()) for key in ends[0])
         if os.environ.get("RANK", "0") == "0":
             (root / "equal.json").write_text(json.dumps(found))

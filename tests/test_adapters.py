@@ -22,7 +22,7 @@ from trainkit.testing import tiny_gpt2, tiny_llama
 from trainkit.testing.trainers import tiny_trainer
 
 TRAINERS = [name for name in trainkit.available_trainers() if name != "ddpo"]  # of language models
-ONLINE = ("best_of_k", "distill", "grpo", "online_dpo", "ppo", "rft", "rloo")
+ONLINE = ("best_of_k", "distill", "grpo", "online_dpo", "ppo", "rft", "rloo", "xpo")
 LORA = {"r": 4, "target_modules": "all-linear"}
 KINDS: dict[str, dict[str, Any]] = {
     "lora": LORA,
@@ -152,7 +152,7 @@ def test_an_export_loads_in_transformers_merges_and_goes_on(name: str, kind: str
     assert not (export / "model.safetensors").exists()
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(export)), trained, rtol=0, atol=1e-6)
 
-    done = CliRunner().invoke(app, ["merge", str(export), str(merged)])
+    done = CliRunner().invoke(app, ["export", str(export), str(merged)])
     assert done.exit_code == 0, done.output
     plain = AutoModelForCausalLM.from_pretrained(merged)
     torch.testing.assert_close(logits(plain), trained, rtol=0, atol=1e-5)
@@ -167,7 +167,7 @@ def test_an_export_loads_in_transformers_merges_and_goes_on(name: str, kind: str
     again.models.build()
     torch.testing.assert_close(logits(again.unwrapped.model), trained, rtol=0, atol=1e-5)
     again.learn()  # an adapter on an adapter: its export has both
-    done = CliRunner().invoke(app, ["merge", str(tmp_path / "again" / "model"), str(tmp_path / "both")])
+    done = CliRunner().invoke(app, ["export", str(tmp_path / "again" / "model"), str(tmp_path / "both")])
     assert done.exit_code == 0, done.output
     both = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "both"))
     torch.testing.assert_close(both, logits(again.unwrapped.model), rtol=0, atol=1e-5)
@@ -264,7 +264,7 @@ def test_merging_what_does_not_merge_is_an_explained_error(tmp_path: Path) -> No
     (full / "mine.txt").write_text("x")
 
     def said(*arguments: Path | str) -> str:
-        done = CliRunner().invoke(app, ["merge", str(export), *map(str, arguments)])
+        done = CliRunner().invoke(app, ["export", str(export), *map(str, arguments)])
         assert done.exit_code == 2
         return done.output
 

@@ -17,6 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from tables import table
+from trainkit.config import default_config
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.models import backend, unloaded
 from trainkit.models.backend import (
@@ -29,7 +30,7 @@ from trainkit.models.backend import (
 )
 from trainkit.testing import tiny_llama
 from trainkit.testing.trainers import tiny_trainer
-from trainkit.trainer.launch import default_precision
+from trainkit.trainer.launch import default_precision, with_precision
 
 CPU = torch.device("cpu")
 
@@ -243,8 +244,51 @@ def test_the_precision_that_is_chosen_is_that_of_the_run(tmp_path: Path, monkeyp
     monkeypatch.undo()
     changes = {"train__mixed_precision": None, "train__total_steps": 2, "train__resume": "auto"}
     resumed = tiny_trainer("sft", tmp_path, **changes)
-    with pytest.raises(CheckpointError, match=r"train\.mixed_precision: 'bf16' -> None"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)model\.dtype: 'bfloat16' -> 'float32'.*train\.mixed_precision: 'bf16' -> None"
+    ):
         resumed.learn()
+
+
+ADAPTER = {"r": 2, "target_modules": "all-linear"}
+
+
+@table(
+    "usual, given, changes, expected",
+    [
+        ("bf16", {}, {}, ("bfloat16", "bf16")),
+        ("bf16", {}, {"model.num_layers_unfrozen": 1}, ("bfloat16", "bf16")),
+        ("no", {}, {}, ("float32", None)),
+        ("bf16", {}, {"train.mixed_precision": "bf16"}, ("float32", "bf16")),
+        ("bf16", {}, {"train.mixed_precision": "no"}, ("float32", "no")),
+        ("bf16", {}, {"model.dtype": "float32"}, ("float32", "bf16")),
+        ("bf16", {}, {"model.dtype": "float16"}, ("float16", "bf16")),
+        ("bf16", {}, {"model.peft_config": ADAPTER}, ("float32", "bf16")),
+        ("bf16", {}, {"train.sharding": "fsdp2"}, ("float32", "bf16")),
+        ("bf16", {"given": True}, {}, ("float32", "bf16")),
+        ("bf16", {"low": False}, {}, ("float32", "bf16")),
+    ],
+)
+def test_weights_are_in_bf16_by_default_where_passes_are_and_the_optimizer_has_copies(
+    usual: Any, given: dict[str, bool], changes: dict[str, Any], expected: tuple[str, str | None]
+) -> None:
+    made = with_precision(default_config("sft").update(changes), usual, **{"low": True, **given})
+    assert (made.model.dtype, made.train.mixed_precision) == expected
+
+
+@pytest.mark.daily(name=("ppo",))
+@pytest.mark.parametrize("name", ["ppo", "ilql", "reward", "dpo"])
+def test_algorithms_are_trained_in_the_default_precision_of_gpus(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("trainkit.trainer.loop.default_precision", lambda: "bf16")
+    caplog.set_level("INFO")
+    trainer = tiny_trainer(name, tmp_path, train__mixed_precision=None, train__total_steps=2)
+    trainer.learn()
+    assert trainer.unwrapped.model.dtype == torch.bfloat16
+    assert {each.dtype for each in trainer.optimizer.optimizer.masters()} == {torch.float32}
+    assert caplog.text.count("weights are in bfloat16, with float32 copies") == 1
+    assert "dtype: bfloat16" in (tmp_path / "config.yaml").read_text()
 
 
 def half_alone(
@@ -378,10 +422,11 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", ["rloo", "dpo"])
-def test_a_step_waits_for_the_device_at_most_ten_times(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "joined"), [("rloo", False), ("dpo", False), ("sft", True)])
+def test_a_step_waits_for_the_device_at_most_ten_times(name: str, joined: bool, tmp_path: Path) -> None:
     """Outside of sampling, with one micro-batch and an optimizer that reads nothing."""
-    trainer, waits = tiny_trainer(name, tmp_path, train__total_steps=2, optimizer__name="sgd"), Waits()
+    changes = {"train__total_steps": 2, "optimizer__name": "sgd", "train__padding_free": joined}
+    trainer, waits = tiny_trainer(name, tmp_path, **changes), Waits()
     update = trainer.updater.update
 
     def counted(batch: Any) -> Any:
@@ -392,7 +437,7 @@ def test_a_step_waits_for_the_device_at_most_ten_times(name: str, tmp_path: Path
 
     trainer.updater.update = counted
     trainer.learn()
-    assert 3 <= len(waits.calls) <= 10, waits.calls
+    assert 3 <= len(waits.calls) <= 9, waits.calls  # and one for all metrics, when they are logged
 
 
 def test_a_device_without_bf16_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from datetime import datetime
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,17 @@ from test_formats import (
     tokenizer,
 )
 from trainkit.config import default_config
-from trainkit.data import TEMPLATES, Chat, preference_rows, prompt_rows, sample_rows, unrendered, written_prompts
+from trainkit.data import (
+    TEMPLATES,
+    Chat,
+    preference_rows,
+    prompt_rows,
+    sample_rows,
+    taken_apart,
+    unrendered,
+    written_prompts,
+)
+from trainkit.data.chat import STARTS
 from trainkit.errors import ConfigError, DataError
 from trainkit.models import load_tokenizer
 from trainkit.runs import Record, record, run
@@ -59,7 +71,7 @@ def call(arguments: Any, **more: Any) -> dict[str, Any]:
 
 PICTURE = {"type": "image_url", "image_url": {"url": "x.png"}}
 NO_TEXT: dict[str, tuple[Any, str]] = {
-    "an image": ([*parts("a"), PICTURE], "part 1 of its content is .*image_url.*training is on text alone"),
+    "an image": ([*parts("a"), PICTURE], "part 1 of its content is .*image.*training is on text alone"),
     "a placeholder": ([{"type": "image"}], "part 0 of its content is"),
     "a sound": ([{"type": "input_audio", "input_audio": {"data": ""}}], "part 0"),
     "an unknown part": ([{"type": "thinking", "text": "a"}], "part 0"),
@@ -91,7 +103,7 @@ def test_content_that_is_no_text_is_refused_wherever_messages_are_read(content: 
     with pytest.raises(DataError, match=f"sample 0: message 0.*{said}"):
         preference_rows([{"prompt": wrong, "chosen": ANSWER, "rejected": BAD}], made)
     with pytest.raises(DataError, match=f"prompt 0: message 0.*{said}"):
-        prompt_rows([{"prompt": wrong}])
+        written_prompts(prompt_rows([{"prompt": wrong}]), made)
     with pytest.raises(DataError, match=f"its prompt: message 0.*{said}"):
         Chat(made, {}, "its prompt").prompt(wrong)
     report = checked(written(tmp_path / "rows.jsonl", [{"messages": [*wrong, *ANSWER]}]), code=1)
@@ -183,7 +195,7 @@ def test_prepared_media_are_refused_as_media_are(column: str) -> None:
         with pytest.raises(DataError, match=f"sample 0 has the column '{column}', .*training is on text alone"):
             read([row], tokenizer=tokenizer())
     with pytest.raises(DataError, match=f"prompt 0 has the column '{column}'"):
-        prompt_rows([{"prompt": "a", **media}])
+        written_prompts(prompt_rows([{"prompt": "a", **media}]), tokenizer())
 
 
 # ----------------------------------------------------------------------------------------- the templates of families
@@ -242,13 +254,20 @@ RENDERED: list[tuple[str, dict[str, Any], str]] = [
         f"{QWEN_TOOLS}⟦yo<|im_end|>⟧",
     ),
     ("qwen2.5", TWICE, f"{QWEN_TWICE}⟦no<|im_end|>⟧"),
-    ("qwen3", TWICE, f"{QWEN_TWICE}⟦<think>\n\n</think>\n\nno<|im_end|>⟧"),
-    ("qwen3", {"messages": TALK}, f"{IM}{TURN}⟦<think>\n\n</think>\n\n no <|im_end|>⟧"),
-    ("qwen3", TOOLS, f"<|im_start|>system\n{QWEN_TOOLS}⟦<think>\n\n</think>\n\nyo<|im_end|>⟧"),
     (
         "qwen3", {"messages": REASONED},  # what is before the last question loses its reasoning
-        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n⟦yo<|im_end|>⟧\n<|im_start|>user\nhi<|im_end|>\n"
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n⟦<think>\nwhy\n</think>\n\nyo<|im_end|>⟧ ‖ "
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
         "<|im_start|>assistant\n⟦<think>\nhm\n</think>\n\nyo<|im_end|>⟧",
+    ),
+    (  # an answer that is not trained on is not written apart
+        "qwen3", {"messages": [*ASK, {**REASONED[1], "weight": 0}, *REASONED[2:]]},
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
+        "<|im_start|>assistant\n⟦<think>\nhm\n</think>\n\nyo<|im_end|>⟧",
+    ),
+    (
+        "qwen3", {"messages": [*REASONED[:3], {**REASONED[3], "weight": 0}]},
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n⟦<think>\nwhy\n</think>\n\nyo<|im_end|>⟧",
     ),
     (
         "qwen3", {"prompt": ASK, "completion": ANSWER, "chat_template_kwargs": {"enable_thinking": False}},
@@ -272,6 +291,25 @@ RENDERED: list[tuple[str, dict[str, Any], str]] = [
         "<s><start_of_turn>user\nbe\n\nhi<end_of_turn>\n<start_of_turn>model\n⟦yo<end_of_turn>⟧\n<start_of_turn>user\n"
         "ok<end_of_turn>\n<start_of_turn>model\n⟦no<end_of_turn>⟧",
     ),
+    (
+        "gpt_oss",
+        {
+            "messages": [*ASK, *ANSWER],
+            "tools": [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {
+                "type": "object", "required": ["b"], "properties": {
+                    "a": {"type": "string", "description": "e", "enum": ["x", "y"]},
+                    "b": {"type": "array", "items": {"type": "integer"}}, "c": {"type": "object"},
+            }}}}],
+            "chat_template_kwargs": {"model_identity": "I", "reasoning_effort": "high"},
+        },
+        "<|start|>system<|message|>I\nKnowledge cutoff: 2024-06\nCurrent date: 2025-03-01\n\nReasoning: high\n\n# "
+        "Valid channels: analysis, commentary, final. Channel must be included for every message.\nCalls to these "
+        "tools must go to the commentary channel: 'functions'."
+        "<|end|><|start|>developer<|message|>\n\n# Tools\n\n## functions\n\n"
+        'namespace functions {\n\n// d\ntype f = (_: {\n// e\na?: "x" | "y",\nb: number[],\nc?: object,\n}) => any;\n\n'
+        "} // namespace functions<|end|><|start|>user<|message|>hi<|end|><|start|>assistant⟦<|channel|>final<|message|>"
+        "yo<|return|>⟧",
+    ),
     ("mistral", {"messages": TALK}, f"<s>[INST] be\n\nhi[/INST]⟦ yo{EOS}⟧[INST] ok[/INST]⟦ no{EOS}⟧"),
     (
         "mistral", TOOLS,
@@ -283,11 +321,6 @@ RENDERED: list[tuple[str, dict[str, Any], str]] = [
         "phi3", {"messages": TALK},
         "<|system|>\nbe<|end|>\n<|user|>\nhi<|end|>\n<|assistant|>\n⟦yo<|end|>⟧\n<|user|>\nok<|end|>\n<|assistant|>\n"
         f"⟦ no <|end|>\n{EOS}⟧",
-    ),
-    (
-        "deepseek_r1", {"messages": TALK},
-        "<s>be<｜User｜>hi<｜Assistant｜>⟦yo<｜end▁of▁sentence｜>⟧<｜User｜>ok<｜Assistant｜><think>\n"
-        "⟦\n</think>\n\n no <｜end▁of▁sentence｜>⟧",
     ),
     (
         "deepseek_r1", {"prompt": ASK, "completion": REASONED[1:2]},
@@ -312,12 +345,16 @@ def family(name: str, marks: bool = True) -> PreTrainedTokenizerFast:
     made = character_tokenizer(CHARACTERS, bos_token="<s>")
     unmarked = MARK.sub(lambda mark: "{%- endif %}" if mark[1] else "{%- if true %}", TEMPLATES[name])
     made.chat_template = TEMPLATES[name] if marks else unmarked
+    STARTS[made] = datetime(2025, 3, 1)
     return made
 
 
 def bracketed(row: dict[str, Any], made: PreTrainedTokenizerFast) -> str:
     (read,) = sample_rows([row], None, made)
-    return "".join(f"⟦{text}⟧" if out else text for text, out in zip(read["turns"], read["outputs"], strict=True))
+    return " ‖ ".join(
+        "".join(f"⟦{text}⟧" if out else text for text, out in zip(each["turns"], each["outputs"], strict=True))
+        for each in taken_apart(read)
+    )
 
 
 @table("name, row, expected", RENDERED)
@@ -332,13 +369,227 @@ def test_outputs_are_the_same_without_marks_where_they_can_be_located(
     name: str, row: dict[str, Any], expected: str
 ) -> None:
     """Also of Qwen 3, which renders an answer differently when another question follows it."""
-    made = family(name, marks=False)
-    if (name, len(row.get("messages", ()))) == ("deepseek_r1", 5):
-        with pytest.raises(DataError, match=r"set tokenizer\.chat_template to that of"):
-            bracketed(row, made)
-        return
     # the end of a line that closes a turn is output, too, unless EOS is before it
-    assert bracketed(row, made).replace("\n⟧", "⟧\n").rstrip("\n") == expected.replace("\n⟧", "⟧\n")
+    ends = [text.replace("\n⟧", "⟧\n").rstrip("\n") for text in bracketed(row, family(name, marks=False)).split(" ‖ ")]
+    assert ends == expected.replace("\n⟧", "⟧\n").split(" ‖ ")
+
+
+# ------------------------------------------------------------------------- families × turns × system × tools × thinking
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a family writes around the texts of a conversation, whose first messages are ``be`` and ``hi``.
+
+    ``hi`` follows ``system`` or ``bare``; the header of the assistant is in ``asked``; a further message of the user
+    follows ``again``. An output is ``said`` where others follow, and else ``last``, or ``thought`` with reasoning. With
+    tools, the first message follows ``tools_system`` or ``tools``, an output is ``call``, and ``result`` stands before
+    the answer to it.
+    """
+
+    system: str
+    bare: str
+    asked: str
+    again: str
+    said: str
+    last: str = ""
+    thought: str = ""
+    opens: str = ""
+    """What the header has besides where the output is the last."""
+    tools_system: str = ""
+    tools: str = ""
+    call: str = ""
+    call_last: str = ""
+    call_thought: str = ""
+    result: str = ""
+    keeps: str = ""
+    """Until when a call keeps its reasoning: the end of the ``turn``, or the ``answer``."""
+
+
+CHAT = {"asked": "<|im_end|>\n<|im_start|>assistant\n", "again": "\n<|im_start|>user\n", "said": "{}<|im_end|>"}
+IM_SYSTEM, IM_USER = "<|im_start|>system\n", "<|im_end|>\n<|im_start|>user\n"
+QWEN_DEFAULT = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+QWEN = {
+    "call": f"{CALLED}<|im_end|>",
+    "result": "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+}
+QWEN_LISTED = QWEN_TOOLS.partition("hi<|im_end|>")[0]
+LLAMA_CHAT = {"asked": f"<|eot_id|>{SAID}", "again": USER, "said": "{}<|eot_id|>"}
+CALLED_LLAMA = {"call": '{"name": "f", "parameters": {"x": 1}}<|eot_id|>', "result": f'{TOLD}"3"<|eot_id|>{SAID}'}
+NO_THOUGHT, THOUGHT = "<think>\n\n</think>\n\n", "<think>\nwhy\n</think>\n\n"
+TODAY = "Cutting Knowledge Date: December 2023\nToday Date: 01 Mar 2025\n\n"
+OSS = (
+    "<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.\nKnowledge cutoff: 2024-06\n"
+    "Current date: 2025-03-01\n\nReasoning: medium\n\n# Valid channels: analysis, commentary, final. Channel must be "
+    "included for every message."
+)
+OSS_TOLD = f"{OSS}{{}}<|end|><|start|>developer<|message|>{{}}<|end|><|start|>user<|message|>"
+OSS_CALLS = "\nCalls to these tools must go to the commentary channel: 'functions'."
+OSS_LISTED = "# Tools\n\n## functions\n\nnamespace functions {\n\ntype f = () => any;\n\n} // namespace functions"
+OSS_CALL = ' to=functions.f<|channel|>commentary json<|message|>{"x": 1}<|call|>'
+ANALYSIS = "<|channel|>analysis<|message|>why<|end|><|start|>assistant"
+R1 = "<｜end▁of▁sentence｜>"
+
+
+def llama(date: str) -> Family:
+    """Llama 3.1 and 3.2, which differ in the date."""
+    return Family(
+        f"<s>{SYSTEM}{date}be<|eot_id|>{USER}", f"<s>{SYSTEM}{date}<|eot_id|>{USER}", **LLAMA_CHAT, **CALLED_LLAMA,
+        tools_system=f"<s>{SYSTEM}Environment: ipython\n{date}be<|eot_id|>{USER}{LLAMA_TOOLS}",
+        tools=f"<s>{SYSTEM}Environment: ipython\n{date}<|eot_id|>{USER}{LLAMA_TOOLS}",
+    )  # fmt: skip
+
+
+AVAILABLE = (
+    '<s>[AVAILABLE_TOOLS] [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", '
+    '"properties": {}}}}][/AVAILABLE_TOOLS][INST] '
+)
+FAMILIES: dict[str, Family] = {
+    "plain": Family(
+        "### system\nbe\n\n### user\n", "### user\n", "\n\n### assistant\n", "\n\n### user\n", f"{{}}{EOS}"
+    ),
+    "chatml": Family(f"{IM_SYSTEM}be{IM_USER}", "<|im_start|>user\n", **CHAT),
+    "smollm2": Family(
+        f"{IM_SYSTEM}be{IM_USER}",
+        f"{IM_SYSTEM}You are a helpful AI assistant named SmolLM, trained by Hugging Face{IM_USER}", **CHAT,
+    ),
+    "qwen2.5": Family(
+        f"{IM_SYSTEM}be{IM_USER}", f"{IM_SYSTEM}{QWEN_DEFAULT}{IM_USER}", **CHAT, **QWEN,
+        tools_system=f"{IM_SYSTEM}be\n\n{QWEN_LISTED}", tools=f"{IM_SYSTEM}{QWEN_DEFAULT}\n\n{QWEN_LISTED}",
+    ),
+    "qwen3": Family(
+        f"{IM_SYSTEM}be{IM_USER}", "<|im_start|>user\n", **CHAT, **QWEN,
+        last=f"{NO_THOUGHT}{{}}<|im_end|>", thought=f"{THOUGHT}{{}}<|im_end|>",
+        tools_system=f"{IM_SYSTEM}be\n\n{QWEN_LISTED}", tools=f"{IM_SYSTEM}{QWEN_LISTED}",
+        keeps="turn", call_last=f"{NO_THOUGHT}{CALLED}<|im_end|>", call_thought=f"{THOUGHT}{CALLED}<|im_end|>",
+    ),
+    "llama2": Family(
+        "<s>[INST] <<SYS>>\nbe\n<</SYS>>\n\n", "<s>[INST] ", " [/INST]", "<s>[INST] ", f" {{}} {EOS}"
+    ),
+    "llama3": Family(f"<s>{SYSTEM}be<|eot_id|>{USER}", f"<s>{USER}", **LLAMA_CHAT),
+    "llama3.1": llama(DATED),
+    "llama3.2": llama(TODAY),
+    "mistral": Family(
+        "<s>[INST] be\n\n", "<s>[INST] ", "[/INST]", "[INST] ", f" {{}}{EOS}",
+        tools_system=f"{AVAILABLE}be\n\n", tools=AVAILABLE,
+        call=f'[TOOL_CALLS] [{{"name": "f", "arguments": {{"x": 1}}, "id": "abcdefghi"}}]{EOS}',
+        result='[TOOL_RESULTS] {"content": 3, "call_id": "abcdefghi"}[/TOOL_RESULTS]',
+    ),
+    "gemma": Family(
+        "<s><start_of_turn>user\nbe\n\n", "<s><start_of_turn>user\n", "<end_of_turn>\n<start_of_turn>model\n",
+        "\n<start_of_turn>user\n", "{}<end_of_turn>",
+    ),
+    "phi3": Family(
+        "<|system|>\nbe<|end|>\n<|user|>\n", "<|user|>\n", "<|end|>\n<|assistant|>\n", "\n<|user|>\n", "{}<|end|>",
+        last=f"{{}}<|end|>\n{EOS}",
+    ),
+    "deepseek_r1": Family(
+        "<s>be<｜User｜>", "<s><｜User｜>", "<｜Assistant｜>", "<｜User｜>", f"{{}}{R1}",
+        last=f"\n</think>\n\n{{}}{R1}", thought=f"why\n</think>\n\n{{}}{R1}", opens="<think>\n",
+    ),
+    "gpt_oss": Family(
+        OSS_TOLD.format("", "# Instructions\n\nbe"), f"{OSS}<|end|><|start|>user<|message|>",
+        "<|end|><|start|>assistant", "<|start|>user<|message|>", "<|channel|>final<|message|>{}<|end|>",
+        last="<|channel|>final<|message|>{}<|return|>",
+        thought=f"{ANALYSIS}<|channel|>final<|message|>{{}}<|return|>",
+        tools_system=OSS_TOLD.format(OSS_CALLS, f"# Instructions\n\nbe\n\n{OSS_LISTED}"),
+        tools=OSS_TOLD.format(OSS_CALLS, f"\n\n{OSS_LISTED}"),
+        call=OSS_CALL, keeps="answer", call_thought=f"{ANALYSIS}{OSS_CALL}",
+        result='<|start|>functions.f to=assistant<|channel|>commentary<|message|>"3"<|end|><|start|>assistant',
+    ),
+}  # fmt: skip
+
+
+def expected_of(f: Family, turns: int, system: bool, tools: bool, thinking: bool) -> str:
+    """The rows that are trained on: an output is in one of its own if the whole has it, or its prompt, differently."""
+    told, rows = (f.tools_system, f.tools) if tools else (f.system, f.bare), list[str]()
+    whole = told[0] if system else told[1]
+    for turn in range(turns):
+        whole += f"{f.again}ok{f.asked}" if turn else f"hi{f.asked}"
+        now = whole.replace("⟦", "").replace("⟧", "")  # what the model reads
+        for is_call in (True, False) if tools else (False,):
+            said, last, thought = (f.call, f.call_last, f.call_thought) if is_call else (f.said, f.last, f.thought)
+            said, alone = said.replace("{}", "yo"), ((thinking and thought) or last or said).replace("{}", "yo")
+            ends, kept = turn == turns - 1 and not is_call, is_call and f.keeps and thinking
+            shown = alone if ends or (kept and turn == turns - 1 and f.keeps == "turn") else said
+            same = whole.replace("⟦", "").replace("⟧", "") == now and alone.startswith(shown) and (ends or not f.opens)
+            whole += f"{f.opens if ends else ''}⟦{shown}⟧" if same else shown
+            if not same:
+                rows.append(f"{now}{f.opens}⟦{alone}⟧")
+            now += alone if kept else said
+            whole, now = (text + (f.result if is_call else "") for text in (whole, now))
+    return " ‖ ".join([*rows, whole.rpartition("⟧")[0] + "⟧"] if "⟦" in whole else rows)
+
+
+def talk_of(turns: int, system: bool, tools: bool, thinking: bool) -> dict[str, Any]:
+    why = {"reasoning_content": "why"} if thinking else {}
+    messages = [says("system", "be")] if system else []
+    for turn in range(turns):
+        called = [{**CALL, **why}, {**says("tool", "3"), "tool_call_id": "abcdefghi"}] if tools else []
+        messages += [says("user", "ok" if turn else "hi"), *called, {**says("assistant", "yo"), **why}]
+    return {"messages": messages, **({"tools": [TOOL]} if tools else {})}
+
+
+def test_an_answer_apart_ends_with_the_eos_that_the_template_writes_after_its_mark() -> None:
+    made = tokenizer(
+        "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}"
+        "{{ ('why ' if loop.last else '') + m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+        "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    row = {"messages": [*ASK, *ANSWER, *ASK, *ANSWER]}
+    first, second = f"<user>hi{EOS}<assistant>", f"yo{EOS}<user>hi{EOS}<assistant>⟦why yo{EOS}⟧"
+    assert bracketed(row, made) == f"{first}⟦why yo{EOS}⟧ ‖ {first}{second}"
+
+
+@table("name", [*FAMILIES])
+def test_what_is_trained_on_is_what_the_model_writes_in_each_turn(name: str) -> None:
+    f = FAMILIES[name]
+    for turns, system, tools, thinking in product(range(1, 5), (False, True), (False, True), (False, True)):
+        if tools and not f.call:
+            continue
+        for marks in (True, False):
+            made = family(name, marks)
+            if not marks and f.keeps == "answer" and tools and thinking:
+                with pytest.raises(DataError, match=r"set tokenizer\.chat_template to that of"):
+                    bracketed(talk_of(turns, system, tools, thinking), made)
+                continue
+            expected = expected_of(f, turns, system, tools, thinking)
+            given = bracketed(talk_of(turns, system, tools, thinking), made)
+            if not marks:
+                given, expected = (
+                    " ‖ ".join(part.replace("\n⟧", "⟧\n").rstrip("\n") for part in text.split(" ‖ "))
+                    for text in (given, expected)
+                )
+            assert given == expected, (turns, system, tools, thinking, marks)
+
+
+def test_answers_that_are_written_differently_later_are_trained_on_in_rows_of_their_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, rows = family("qwen3"), [{"messages": REASONED}, {"messages": REASONED[2:]}]
+    trainer = tiny_trainer("sft", tmp_path / "run")
+    trainer.text.tokenizer, trainer.text.limit = made, 512
+    trainer.add_samples(rows)
+    assert [row["turns"][-1] for row in trainer.pipeline.rows] == [
+        f"<think>\n{why}\n</think>\n\nyo<|im_end|>" for why in ("why", "hm", "hm")
+    ]
+    assert all("apart" not in row and sum(row["outputs"]) == 1 for row in trainer.pipeline.rows)
+    assert "2 samples are trained on in 3 rows: the chat template writes answers differently" in caplog.text
+    trainer.text.limit = 96
+    trainer.add_samples(rows[:1])
+    assert [row["turns"][-1][8:11] for row in trainer.pipeline.rows] == ["why"], "the other answer has no room"
+    assert "1 of 1 samples were truncated to 96 tokens" in caplog.text
+    rated = [{**rows[0], "label": True}]
+    for read in (lambda: sample_rows(rated, None, made, rated=True), lambda: sample_rows(rows, [1.0, 2.0], made)):
+        with pytest.raises(DataError, match="sample 0 has answers that the chat template writes differently"):
+            read()
+    made.save_pretrained(tmp_path / "model")
+    data, model = written(tmp_path / "rows.jsonl", rows), f"tokenizer.tokenizer_path={tmp_path / 'model'}"
+    report = checked(data, model, "--strict")
+    assert "1 row with answers that the chat template writes differently when others follow: each is" in report
+    first, second = report.partition("sample, row 2:")[::2]
+    assert "[[<think>\nwhy\n</think>" in first
+    assert "[[<think>\nhm\n</think>" in second
 
 
 @table("name", [*TEMPLATES])
@@ -378,8 +629,9 @@ LOST: list[tuple[str, dict[str, Any], list[str]]] = [
     ("chatml", TOOLS, ["tools", "tool_calls"]),
     ("chatml", {"messages": REASONED}, ["reasoning_content"]),
     ("qwen3", TOOLS, []),
-    ("qwen3", {"messages": REASONED}, ["reasoning_content"]),  # of the first answer
-    ("qwen3", {"messages": [*REASONED[2:], *ASK, *ANSWER]}, ["content"]),  # reasoning within it
+    ("qwen3", {"messages": REASONED}, []),  # the first answer is trained on apart
+    ("qwen3", {"messages": [*REASONED[2:], *ASK, *ANSWER]}, []),
+    ("qwen3", {"prompt": REASONED[:3], "completion": REASONED[3:]}, ["reasoning_content"]),  # of the prompt
     ("qwen3", {"prompt": ASK, "completion": REASONED[1:2]}, []),
     ("qwen2.5", {"messages": REASONED[:2]}, ["reasoning_content"]),
     ("llama3.1", TOOLS, []),  # of which the answer of a tool is JSON

@@ -723,6 +723,19 @@ def test_arithmetic_is_judged_by_sums_that_no_stage_has_seen(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_same_path")
+def test_a_model_learns_to_name_the_shapes_and_colours_of_images(tmp_path: Path) -> None:
+    task = load_file(examples.find_examples()["shapes"].parent / "task.py")
+    assert {row["answer"] for row in task.problems(1, 100)} == {*task.COLOURS, *task.SHAPES}
+    assert task.reward(["red ", "blue"], ["red"] * 2) == [1.0, 0.0]
+    printed = example(tmp_path, "shapes", "--steps", "30")
+    accuracies = measured(tmp_path / "grpo", "eval/accuracy")
+    assert_shown(printed, "accuracy", accuracies[0], accuracies[-1])
+    assert accuracies[0] < 0.3
+    assert accuracies[-1] > 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_same_path")
 def test_a_student_is_distilled_from_its_teacher_and_compared_with_it(tmp_path: Path) -> None:
     printed = example(tmp_path, "distill_randomwalks", "--steps", "1", "--teacher-steps", "1", "--sft-epochs", "1")
     student, teacher = (measured(tmp_path / stage, "eval/optimality") for stage in ("distill", "teacher"))

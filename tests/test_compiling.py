@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tables import table
 from trainkit.data import Sequences
 from trainkit.errors import ConfigError
-from trainkit.models import compiling, head, make_policy
+from trainkit.models import compiling, make_policy
 from trainkit.testing import tiny_llama, tiny_t5
 from trainkit.testing.trainers import tiny_trainer
 from trainkit.trainer.sharding import Replicated
@@ -55,32 +54,6 @@ def test_twenty_shapes_are_compiled_at_most_twice(counter: CompileCounterWithBac
     assert 0 < first < counter.frame_count <= 2 * first
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_the_head_is_compiled_a_few_times_for_all_sizes(
-    masked: bool, counter: CompileCounterWithBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(head, "BLOCK", 64)
-    monkeypatch.setattr(head, "NARROWEST", 4)
-    monkeypatch.setattr(head, "ALIGNED", 1)
-    mask = torch.ones(10, 10, dtype=torch.bool).tril(5) if masked else None
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_llama(10)))
-    policy, plain = (make_policy(model, temperature=0.7, logit_mask=mask).eval() for _ in range(2))
-    assert compiling.compile_head(policy) is None
-    first = counter.frame_count
-    for rows, length in [(rows, length) for rows in (1, 2, 5) for length in (2, 3, 7, 12)]:
-        ids = torch.randint(6, (rows, length + 2), generator=torch.Generator().manual_seed(length))
-        sequences, ends = Sequences.from_lists(ids[:, :2].tolist(), ids[:, 2:].tolist()), []
-        for each in (policy, plain):
-            outputs = each(sequences, entropy=True)
-            (outputs.logprobs.sum() + outputs.entropy.square().sum()).backward()
-            gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
-            model.zero_grad()
-            ends.append((outputs.logprobs, outputs.entropy, gradient))
-        for value, expected in zip(*ends, strict=True):
-            torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
-    assert 2 <= first <= counter.frame_count <= 3 * first, "also for one token, and for as many as there are rows"
-
-
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "packed rows": ("sft", {"method__packing": True, "train__seq_length": 16}),
     "activations computed again, a reference": ("rloo", {"train__gradient_checkpointing": True}),
@@ -90,8 +63,12 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [*RUNS])
+OFTEN = ("packed rows", "frozen layers")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=getattr(pytest.mark, "slow" if name in OFTEN else "weekly")) for name in RUNS]
+)
 def test_a_compiled_run_ends_with_the_same_weights(
     case: str, tmp_path: Path, counter: CompileCounterWithBackend
 ) -> None:
@@ -136,16 +113,6 @@ def test_what_cannot_be_compiled_is_an_error(
     monkeypatch.setattr(compiling, "BACKEND", backend)
     with pytest.raises(ConfigError, match=f"train.compile is true, and .*{said.replace('(', chr(92) + '(')}"):
         tiny_trainer(name, tmp_path, train__compile=True, **changes).models.build()
-
-
-@table("backend, said", [(wrong, "gives other numbers"), (broken, r"gives an error \(BackendCompilerFailed")])
-def test_a_head_that_cannot_be_compiled_is_left_as_it_is(
-    backend: Any, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compiling, "BACKEND", backend)
-    policy = make_policy(AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_llama(10))))
-    assert re.match(f"the compiled head of LlamaForCausalLM {said}", compiling.compile_head(policy) or "")
-    assert policy.folds is head.EAGER
 
 
 def test_divided_models_are_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

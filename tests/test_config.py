@@ -261,7 +261,7 @@ def test_an_unknown_method_is_told_together_with_the_other_faults():
 
 def test_a_method_is_required():
     told = fault(lambda: TRLConfig(train={"seed": 1}))
-    assert told.startswith("method: required, not given; name an algorithm: best_of_k, ")
+    assert told.startswith("method: required, not given; name an algorithm: bco, best_of_k, ")
 
 
 @table("method", [3, None, [], {}, {"gamma": 1}, {"name": 3}])
@@ -657,7 +657,7 @@ def test_a_dtype_among_the_arguments_of_the_model_is_its_dtype(name: str, value:
         ("grpo", "method", "num_iterations", "did you mean method.grpo_epochs?"),
         ("grpo", "rollout", "max_completion_length", "did you mean rollout.max_new_tokens?"),
         ("grpo", "rollout", "vllm_gpu_memory_utilization", "kv_cache"),
-        ("grpo", "method", "reward_weights", "weigh the rewards there"),
+        ("rloo", "method", "reward_weights", "weigh the rewards there"),
         ("rloo", "train", "total_episodes", ""),
         ("rloo", "method", "penalty_reward_value", ""),
         ("sft", "train", "dataset_num_proc", "tokenizers have threads of their own"),

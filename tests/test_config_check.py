@@ -132,9 +132,9 @@ def test_a_loss_of_experts_that_is_not_added_is_told_and_one_without_effect_refu
 
 
 KINDS = {
-    "llava": "reads more than text and cannot be trained; give a language model, such as its text model (llama) alone",
-    "qwen2_vl": "reads more than text",
-    "idefics3": "reads more than text",
+    "qwen2_audio": "reads more than text and cannot be trained; give a language model, such as its text model (qwen2) "
+    "alone",
+    "clip": "reads more than text",
     "whisper": "is no language model and cannot be trained; give a language model",
     "vit": "is no language model",
 }

@@ -75,6 +75,8 @@ SECTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
 ELSEWHERE = {
     "data.ignore_columns":
         "test_dropped.py::test_a_column_that_changes_what_is_learnt_is_refused_until_it_is_ignored",
+    "data.image_urls": "test_images.py::test_images_are_fetched_if_the_run_may",
+    "model.freeze_vision": "test_images.py::test_what_is_trained_is_what_the_settings_say",
     "environment.workers": "test_environments.py::test_coroutines_run_at_the_same_time",
     "environment.timeout": "test_environments.py::test_a_timeout_says_so",
     "environment.on_error": "test_environments.py::test_an_episode_that_fails_can_end_with_a_reward_and_is_counted",
@@ -109,8 +111,8 @@ ELSEWHERE = {
     "rollout.correction_level": "test_staleness.py::test_responses_with_one_ratio_have_one_weight",
     "rollout.correction_cap": "test_staleness.py::test_importance_weights_scale_the_gradients_of_their_tokens",
 }  # fmt: skip
-"""Fields that need certain columns, an environment, an engine, older weights, an algorithm that keeps, or a reward
-function that fails, and the tests that show their effect."""
+"""Fields that need certain columns or models, an environment, an engine, older weights, an algorithm that keeps, or a
+reward function that fails, and the tests that show their effect."""
 
 
 def observe(root: Path, changes: dict[str, Any]) -> Any:

@@ -159,7 +159,7 @@ MISTAKES: list[tuple[str, str]] = [
     ("method: ppo\ndatasets: [{path: a.jsonl}]", "datasets@2): unknown field; did you mean --samples?"),
     ("method: {name: grpo, group_size: 1}", "method.group_size@1): ~give at least 2"),
     # of people who come from other frameworks
-    ("train: {seed: 1}", "method: required, not given; name an algorithm: best_of_k, cpo, ddpo"),
+    ("train: {seed: 1}", "method: required, not given; name an algorithm: bco, best_of_k, cpo"),
     ("method: {ppo: {gamma: 0.9}}", "method@1): ~write name: ppo, with the settings beside it"),
     ("method: early_stop", "method@1): 'early_stop' is a plugin with hooks; name it in plugins"),
     (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from textwrap import dedent
 
@@ -14,10 +15,11 @@ import common_prompts
 import trainkit
 from trainkit.errors import ConfigError, RegistryError
 from trainkit.plugins import registry
+from trainkit.testing.trainers import language_trainers
 from trainkit_kit import ConformanceError, check_plugin, check_trainer, conformance
 from trainkit_kit.checking import Check
 from trainkit_kit.conformance import Case, Report, Result, checks_for, subjects_of
-from trainkit_kit.failures import require
+from trainkit_kit.failures import CheckError, require
 from trainkit_kit.subjects import Bench, Subject
 
 WHOLE = "ppo"
@@ -42,7 +44,8 @@ def run_kit(name: str, wanted: Callable[[str], bool], subtests: pytest.Subtests)
     chosen = [case for case in cases if wanted(case.check.name.partition("@")[0])]
     assert chosen
     for case in chosen:
-        with subtests.test(case.check.name):
+        expected = case.check.name in case.subject.declaration.expected_failures
+        with subtests.test(case.check.name), pytest.raises(CheckError) if expected else nullcontext():
             case()
 
 
@@ -78,6 +81,13 @@ def test_the_laws_hold_with_separate_rows(
     name: str, subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     common_prompts.share(monkeypatch, False)
+    run_kit(name, LAWS.__contains__, subtests)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", language_trainers())
+def test_the_laws_hold_on_joined_rows(name: str, subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
+    common_prompts.join(monkeypatch)
     run_kit(name, LAWS.__contains__, subtests)
 
 

@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from trainkit.rollouts.engines import EngineSampler
 from trainkit.testing import tiny_llama, tiny_t5
 from trainkit.testing.trainers import Letters, tiny_trainer
 
-ONLINE = ("ppo", "rloo", "grpo", "rft", "online_dpo", "best_of_k", "distill")
+ONLINE = ("ppo", "rloo", "grpo", "rft", "online_dpo", "best_of_k", "distill", "xpo", "spin")
 
 
 class CopiesConfig(PluginConfig):
@@ -403,6 +404,48 @@ def test_weights_are_loaded_only_when_they_have_changed_and_an_engine_is_closed_
     del trainer
     gc.collect()
     assert engine.closed == 1
+
+
+class Rests(Copies):
+    """One that forgets its weights while the run trains."""
+
+    def __init__(self, config: None, served: ServedModel) -> None:
+        super().__init__(config, served)
+        self.told: list[str] = []
+
+    def rest(self) -> bool:
+        self.told.append("rest")
+        for tensor in self.replica.served.model.state_dict().values():
+            tensor.zero_()
+        return True
+
+    def load(self, weights: Weights) -> None:
+        super().load(weights)
+        self.told.append("load")
+
+    def submit(self, request: Request) -> Future[Generated]:
+        self.told.append(request.purpose)
+        return super().submit(request)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_an_engine_rests_while_the_run_trains_and_gets_weights_before_it_samples(
+    staleness: int, tmp_path: Path
+) -> None:
+    register_engine("rests")(Rests)
+    changes = {"train__eval_interval": 2, "train__total_steps": 4, "rollout__staleness": staleness}
+    one, other = (
+        tiny_trainer("rloo", tmp_path / engine, rollout__engine=engine, **changes) for engine in ("rests", "local")
+    )
+    one.learn()
+    other.learn()
+    for name, tensor in other.unwrapped.state_dict().items():
+        assert torch.equal(one.unwrapped.state_dict()[name], tensor), name
+    told = one.sampling.engine.told
+    assert told.count("rest") == (0 if staleness else 4), "before each step, unless it samples beside them"
+    assert {"train", "evaluate"} < {*told}
+    for before, after in pairwise(told):
+        assert before != "rest" or after in ("rest", "load"), told
 
 
 def test_weights_that_do_not_fit_are_refused_with_their_name(tmp_path: Path) -> None:

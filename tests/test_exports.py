@@ -173,11 +173,11 @@ def trained(model: Any, run: Path, peft: dict[str, Any] | None = None, **kwargs:
 
 
 def check_reloaded(trainer: Any, run: Path) -> None:
-    """peft loads the export, ``trainkit merge`` merges it, and training goes on from it: all from what was trained."""
+    """peft loads the export, ``trainkit export`` merges it, and training goes on from it: all from what was trained."""
     expected = logits(trainer.unwrapped.model)
     loaded = AutoPeftModelForCausalLM.from_pretrained(run / "model", dtype=expected.dtype)
     torch.testing.assert_close(logits(loaded), expected)
-    assert CliRunner().invoke(app, ["merge", str(run), str(run / "merged")]).exit_code == 0
+    assert CliRunner().invoke(app, ["export", str(run), str(run / "merged")]).exit_code == 0
     merged = AutoModelForCausalLM.from_pretrained(run / "merged")
     torch.testing.assert_close(logits(merged), expected, rtol=1e-4, atol=1e-4)
     again = load_model(ModelConfig(model_path=str(run / "model"), peft_config=LORA))

@@ -447,6 +447,14 @@ def test_gae_goes_on_with_the_value_of_the_state_that_a_cut_response_ends_in():
     close(returns, [[1.94, 2.8], [1.13, 1.0]], rtol=0, atol=1e-6)
 
 
+def test_gae_may_have_a_lambda_for_each_row():
+    """Γ = 1: δ = .5 + .4 − .5 = .4 and 1 − .4 = .6; λ of 1 − 1/(½·2) = 0 and of .5 give A = .4 and .4 + .3."""
+    values, rewards = torch.tensor([[0.5, 0.4], [0.5, 0.4]]), torch.tensor([[0.5, 1.0], [0.5, 1.0]])
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    advantages, _ = gae(values, rewards, mask, gamma=1.0, lam=torch.tensor([0.0, 0.5]))
+    close(advantages, [[0.4, 0.6], [0.7, 0.6]], rtol=0, atol=1e-6)
+
+
 def test_the_penalty_for_a_cut_response_is_at_its_last_token():
     rewards, mask = (
         torch.tensor([[0.0, 1.0, 2.0], [0.0, 3.0, 9.0]]),

@@ -17,7 +17,7 @@ import trainkit
 from tables import table
 from trainkit.config import SamplingConfig
 from trainkit.data import Sequences
-from trainkit.models import joined, make_policy
+from trainkit.models import head, joined, make_policy
 from trainkit.models.backend import use_fast_and_exact_kernels, use_fast_exact_matmul, use_right_attention
 from trainkit.rollouts import CausalSampler
 from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_llama
@@ -137,14 +137,15 @@ def test_gradients_through_shared_prompts_are_finite_in_bf16(width: int) -> None
 
 
 @pytest.mark.gpu
-@table("shared", [False, True])
-def test_joined_rows_are_run_by_the_kernel_for_texts_of_any_lengths(
-    shared: bool, monkeypatch: pytest.MonkeyPatch
+@table("shared, way", [(shared, way) for shared in (False, True) for way in ("_by_kernel", "_by_flex")])
+def test_joined_rows_are_run_by_the_kernel_for_texts_of_any_lengths_or_flex_attention(
+    shared: bool, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    calls, kernel = list[int](), joined._by_kernel
-    monkeypatch.setattr(joined, "_by_kernel", lambda *given: (calls.append(1), kernel(*given))[1])
+    calls, kernel = list[int](), getattr(joined, way)
+    monkeypatch.setattr(joined, way, lambda *given, **more: (calls.append(1), kernel(*given, **more))[1])
+    monkeypatch.setattr(joined, "_serves", lambda *_: way == "_by_kernel")
 
     use_fast_and_exact_kernels(torch.device("cuda"), "bf16")
     fields = tiny_llama(50, hidden_size=128, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256)
@@ -163,6 +164,24 @@ def test_joined_rows_are_run_by_the_kernel_for_texts_of_any_lengths(
             gradients.append(torch.cat([each.grad.flatten() for each in policy.parameters() if each.grad is not None]))
     assert float((gradients[0] - gradients[1]).norm() / gradients[1].norm()) < 0.02
     assert calls
+
+
+@pytest.mark.gpu
+@table("settings", [{"temperature": 0.0}, {"temperature": 0.7}, {"min_new_tokens": 6}])
+def test_kernels_choose_the_tokens(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_llama(10))).cuda().eval()
+    sampler, found = CausalSampler(model, character_tokenizer("abcdef"), head_alone=True), []
+    assert head.kernels_on("cuda") is not None
+    for kinds in (frozenset({"cuda"}), frozenset[str]()):
+        monkeypatch.setattr(head, "KERNELS", kinds)
+        head.kernels_on.cache_clear()
+        found.append(sampler.generate([[1, 2], [3]] * 8, SamplingConfig(max_new_tokens=9, **settings), range(16)))
+    assert found[0].ids == found[1].ids
+    torch.testing.assert_close(found[0].logprobs, found[1].logprobs, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[0].entropy, found[1].entropy, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu
@@ -208,6 +227,7 @@ def test_autocast_keeps_the_weights_at_float32(name: str, tmp_path: Path) -> Non
 def test_passes_are_in_bf16_and_as_large_as_fits_by_default(tmp_path: Path) -> None:
     trainer = tiny_trainer("sft", tmp_path, train__mixed_precision=None)
     assert trainer.accelerator.mixed_precision == trainer.config.train.mixed_precision == "bf16"
+    assert trainer.config.model.dtype == "bfloat16"
     assert trainer.models.row_limit is not None
 
 
@@ -310,7 +330,7 @@ def test_fsdp2_of_one_gpu_ends_as_without_it(name: str, tmp_path: Path, monkeypa
 
 
 @pytest.mark.daily(name=("sft",))
-@pytest.mark.parametrize("name", ["ppo", "sft"])
+@pytest.mark.parametrize("name", TRAINERS)
 def test_fsdp2_of_one_process_ends_as_without_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same on this machine's CPU, so that the test above is known to work."""
     if not torch.cuda.is_available():

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tables import table
 from trainkit.config import SamplingConfig
 from trainkit.models import backend, stored, use_fast_exact_matmul
-from trainkit.rollouts import CausalSampler, decoding
+from trainkit.rollouts import CausalSampler, decoding, graphs
 from trainkit.rollouts.sampler import Generated
 from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_llama
 
@@ -147,16 +147,10 @@ def test_models_that_they_do_not_fit_make_their_own(
 def test_steps_that_differ_from_the_models_own_are_not_taken(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A mask that hides the newest token."""
-    model = make(tiny_llama(SIZE))
+    """Attention to the newest token alone."""
+    model, columns = make(tiny_llama(SIZE)), graphs.FilledColumns
     found, alone = CausalSampler(model, TOKENIZER), without_graphs(CausalSampler(model, TOKENIZER))
-    play = decoding.FixedStep.play
-
-    def forgetful(step: Any, last: torch.Tensor, lengths: torch.Tensor, width: int) -> Any:
-        step.mask[..., : width - 1] = False
-        return play(step, last, lengths, width)
-
-    monkeypatch.setattr(decoding.FixedStep, "play", forgetful)
+    monkeypatch.setattr(graphs, "FilledColumns", lambda begins, counts: columns(begins + counts - 1, counts * 0 + 1))
     with caplog.at_level("INFO", "trainkit"):
         assert same(sample(found, EVEN), sample(alone, EVEN))
     assert found.decoder.graphed is False  # type: ignore[attr-defined]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -9,17 +11,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+import researchers.critics  # noqa: F401  (registers them)
 from passes import MODELS, make, padded_on_the_left, results, rows, with_turns
 from tables import table
 from trainkit.data import Sequences
 from trainkit.errors import ConfigError
 from trainkit.models import backend, make_policy
+from trainkit.models import joined as joined_module
 from trainkit.models.backend import use_fast_exact_matmul
-from trainkit.models.joined import JoinedRows, attend, different_prompts
+from trainkit.models.joined import FilledColumns, JoinedRows, attend, different_prompts
 from trainkit.models.policy import Policy
 from trainkit.models.recomputing import recompute_activations
+from trainkit.models.trunk import freeze_below
 from trainkit.testing import tiny_gpt2, tiny_llama, tiny_t5
 from trainkit.testing.trainers import tiny_trainer
 
@@ -76,6 +82,89 @@ def test_a_token_attends_to_its_own_text_up_to_itself_within_the_window() -> Non
             torch.testing.assert_close(found[0, at, 0], weights @ value[0, 0, seen])
 
 
+def by_texts(
+    query: Tensor, key: Tensor, value: Tensor, queries: Tensor, keys: Tensor, longest_query: int, longest_key: int, *,
+    scale: float | None, window_size: tuple[int, int], enable_gqa: bool = False, seqused_k: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Compute what torch documents of `varlen_attn`."""
+    assert {each.dtype for each in (queries, keys)} == {torch.int32}
+    outputs = []
+    for at in range(len(queries) - 1):
+        q = query[queries[at] : queries[at + 1]]
+        count = int(keys[at + 1] - keys[at] if seqused_k is None else seqused_k[at])
+        assert len(q) <= longest_query
+        assert count <= longest_key
+        k, v = (each[keys[at] : keys[at] + count] for each in (key, value))
+        behind = torch.arange(count) - (torch.arange(len(q)) + count - len(q)).unsqueeze(1)  # of the query
+        mask = torch.ones_like(behind, dtype=torch.bool)
+        mask = mask if window_size[0] < 0 else mask & (behind >= -window_size[0])
+        mask = mask if window_size[1] < 0 else mask & (behind <= window_size[1])
+        q, k, v = (each.transpose(0, 1) for each in (q, k, v))
+        found = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
+        outputs.append(found.transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@table("width, groups", list(product((None, 2), (1, 3))))
+def test_the_kernel_for_texts_is_given_what_it_needs(
+    width: int | None, groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Joined rows, and the filled columns of a cache, beside which there is anything."""
+    rows, columns = Sequences.from_lists([[1], [1]], [[2, 3, 4], [5, 6, 7]]), 7
+    filled = FilledColumns(torch.tensor([0, 2, 4]), torch.tensor([6, 4, 1]))
+    cases: list[tuple[Any, int, int, int]] = [(JoinedRows.of_rows(rows, shared=True), 1, 5, 5), (filled, 3, 1, columns)]
+    for joined, texts, queries, keys in cases:
+        query = torch.randn(texts, 2 * groups, queries, 8)
+        key, value = (torch.randn(texts, keys, 2, 8).transpose(1, 2) for _ in range(2))
+        if joined is filled:
+            key[:, :, 6], value[0, :, 6] = 9.0, 9.0
+        found = []
+        for there in (False, True):
+            monkeypatch.setattr(joined_module, "_has_kernel", lambda *_, there=there: there)
+            monkeypatch.setattr(joined_module, "_kernel", lambda: (by_texts, inspect.signature(by_texts).parameters))
+            found.append(attend(query, key, value, joined, scaling=0.3, sliding_window=width))
+        assert found[0].shape == (texts, queries, 2 * groups, 8)
+        torch.testing.assert_close(*found)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@table("width, groups, shared", list(product((None, 2), (1, 3), (False, True))))
+def test_where_that_kernel_does_not_serve_flex_attention_does(
+    width: int | None, groups: int, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads of other sizes, and windows where the kernel has none; torch has no gradient of it on CPUs."""
+    joined = JoinedRows.of_rows(rows(), shared=shared)
+    monkeypatch.setattr(joined_module, "_kernel", lambda: (refused, ["query", "key", "value"]))
+    sizes = (4, 264) if width is None else (8,)
+    for size in sizes:
+        query = torch.randn(1, 2 * groups, len(joined.ids), size)
+        key, value = torch.randn(2, 1, 2, len(joined.ids), size)
+        found = []
+        for there in (False, True):
+            monkeypatch.setattr(joined_module, "_has_kernel", lambda *_, there=there: there)
+            found.append(attend(query, key, value, joined, scaling=0.3, sliding_window=width))
+        torch.testing.assert_close(*found)
+    filled, query = FilledColumns(torch.tensor([0, 2]), torch.tensor([6, 4])), torch.randn(2, 2, 1, sizes[0])
+    keys = torch.randn(2, 2, 7, sizes[0])
+    assert attend(query, keys, keys, filled, sliding_window=width).isfinite().all()
+
+
+def test_a_kernel_that_is_missing_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
+    joined_module._kernel.cache_clear()
+    try:
+        assert not joined_module._serves(torch.zeros(1, 1, 1, 8), None)
+    finally:
+        monkeypatch.undo()
+        joined_module._kernel.cache_clear()
+    assert joined_module._serves(torch.zeros(1, 1, 1, 8), None)
+
+
+def refused(*_: Any, **__: Any) -> Tensor:
+    """Stand in for a kernel that is not called."""
+    raise AssertionError("the kernel does not serve")
+
+
 # ---------------------------------------------------------------------------------------------------------- the numbers
 
 
@@ -113,6 +202,60 @@ def test_outputs_and_gradients_are_those_of_padded_rows(
     policy = make_policy(make(name), temperature=0.7, value_head=True)
     assert policy.why_not_joined() is None
     assert_same(policy, sequences(), shared, 1e-5, entropy=True, mean_logits=True)
+
+
+def with_own_layers(kind: str) -> Policy:
+    """A policy with frozen lower layers, or a critic with layers of its own, or both."""
+    model = make("gpt2", torch.float64, n_layer=3)  # whose norms and positions are in float64, too
+    if "frozen" in kind:
+        freeze_below(model, 2)
+    own = {"none": None, "layers": 1, "model": make("gpt2", torch.float64, n_embd=32)}[kind.split(",")[0]]
+    return make_policy(model, value_head=True, critic=own).eval()
+
+
+OWN_LAYERS = ("none", "layers", "model", "none, frozen", "layers, frozen", "model, frozen")
+
+
+@table("kind, shared, means", list(product(OWN_LAYERS, (False, True), (False, True))))
+def test_layers_of_a_critic_and_above_stored_frozen_ones_give_the_same_in_float64(
+    kind: str, shared: bool, means: bool
+) -> None:
+    policy, sequences = with_own_layers(kind), with_turns()
+    assert policy.why_not_joined() is None
+    plain = policy.through_trunk(sequences)
+    policy.joins_rows, policy.shares_prompts = True, shared
+    stored = policy.through_trunk(sequences)
+    assert (stored.trunk is not None) == ("frozen" in kind)
+    if stored.trunk is not None:
+        at = sequences.attention_mask
+        torch.testing.assert_close(stored.trunk[at], plain.trunk[at], rtol=1e-12, atol=1e-12)
+    found, gradients = in_float64(policy, stored, means)
+    policy.joins_rows = policy.shares_prompts = False
+    expected, others = in_float64(policy, plain, means)
+    assert len(found) == len(expected) == 2 + means
+    assert {*gradients} == {*others}
+    for one, other in (*zip(found[:2], expected, strict=False), *((gradients[name], others[name]) for name in others)):
+        assert one.any()
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(found[2:], expected[2:])  # means of logits are in float32
+
+
+def in_float64(policy: Policy, sequences: Sequences, means: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The states that are read, and the gradients of a sum with another weight for each number of them."""
+    policy.zero_grad()
+    averaged: list[Tensor] = []
+    (states, *_), valued = policy._states_and_critics(sequences, averaged if means else None)
+    for part in (states, valued):
+        part.backward(torch.linspace(-1, 1, part.numel(), dtype=part.dtype).view_as(part), retain_graph=True)
+    return [states, valued, *averaged], {
+        name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None
+    }
+
+
+def test_a_critic_whose_rows_cannot_be_joined_is_told() -> None:
+    policy = make_policy(make("llama"), value_head=True, critic=make("bloom"))
+    assert policy.why_not_joined() is not None
+    assert "Bloom" in str(policy.why_not_joined())
 
 
 @table("shared", [False, True])
@@ -195,6 +338,10 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "activations computed again": ("online_dpo", {"train__gradient_checkpointing": True}),
     "value heads": ("ilql", {}),
     "unpaired": ("kto", {}),
+    "layers of the critic on frozen ones": ("_test_branch", {"model__num_layers_unfrozen": 1}),
+    "critic of its own": ("_test_critic", {}),
+    "pairs and frozen layers": ("dpo", {"model__num_layers_unfrozen": 1}),
+    "scores and frozen layers": ("reward", {"model__num_layers_unfrozen": 1}),
     "chosen reference": ("grpo", {"method__kl_coef": 0.1, "model__reference_path": tiny_gpt2(10)}),
 }
 
@@ -220,9 +367,7 @@ def test_a_run_of_joined_rows_ends_with_the_same_weights(case: str, tmp_path: Pa
     "name, changes, said",
     [
         ("sft", {"model": tiny_t5(10)}, "T5ForConditionalGeneration is not a causal model"),
-        ("dpo", {"model__num_layers_unfrozen": 1}, "the output of frozen layers is stored for whole rows"),
         ("sft", {"model__kwargs": {"attn_implementation": "eager"}}, "the attention of GPT2LMHeadModel is 'eager'"),
-        ("reward", {"model__num_layers_unfrozen": 1}, "the output of frozen layers is stored for whole rows"),
     ],
 )
 def test_what_cannot_be_joined_is_refused_if_it_is_asked_for(

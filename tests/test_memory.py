@@ -261,7 +261,7 @@ def test_responses_that_do_not_fit_at_once_are_sampled_in_parts(
     decoder.prefill = limited
     for trainer in (whole, scarce):
         trainer.collect()
-    assert sizes[:4] == [8, 4, 2, 2]
+    assert sizes[:3] == [8, 4, 2]
     assert max(sizes[2:]) == 2, "what was found is kept"
     assert "8 responses at a time do not fit into memory; sampling 4 at a time" in caplog.text
     assert torch.equal(*(each.store.experience.sequences.input_ids for each in (whole, scarce)))
@@ -327,8 +327,8 @@ def test_the_tokens_that_fit_follow_from_what_a_pass_keeps(kind: str, inner: int
 def test_micro_batches_and_sampling_are_sized_by_the_memory_of_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = {"train__microbatch_size": "auto", "train__gradient_checkpointing": False}
-    trainers = {name: tiny_trainer("rloo", tmp_path / name, **settings) for name in ("whole", "small")}
+    settings = {"train__microbatch_size": "auto", "rollout__max_new_tokens": 12}
+    trainers: Any = {name: tiny_trainer("rloo", tmp_path / name, **settings) for name in ("whole", "small")}
     for trainer in trainers.values():
         trainer.models.build()
     small, states = trainers["small"], trainers["small"].unwrapped
@@ -337,20 +337,38 @@ def test_micro_batches_and_sampling_are_sized_by_the_memory_of_the_device(
     memory = int((weights + 20 * kept) / fitting.STATES) + 1  # 20 tokens
     monkeypatch.setattr("trainkit.trainer.update.memory_of", lambda device: memory)
     assert small.updater.tokens_of_a_micro_batch == 20
-    monkeypatch.setattr(fitting, "memory_of", lambda device: 40_000)  # keys and values of 4 rows
-    prefill, sizes = small.sampling.engine.sampler.decoder.prefill, list[int]()
+    text = states.model.config
+    of_a_column = 2 * text.num_hidden_layers * text.hidden_size * 4
+    memory = int(47 * of_a_column / fitting.CACHE)  # three rows of 15 columns
+    monkeypatch.setattr(fitting, "memory_of", lambda device: memory)
+    prefill, sizes, caches = small.sampling.engine.sampler.decoder.prefill, list[int](), list[int]()
 
     def watched(queries: list[list[int]], room: int) -> Any:
         sizes.append(len(queries))
+        caches.append(len(queries) * (max(map(len, queries)) + room))
         return prefill(queries, room)
 
     small.sampling.engine.sampler.decoder.prefill = watched
-    fits = fitting.rows_that_fit(states.model, 9)
+    assert fitting.rows_that_fit(states.model, 15) == 3
     small.collect()
-    assert max(sizes) <= fits < 8
+    assert max(sizes) == 2
+    assert max(caches) <= 47, "with the columns for rows that take others' places"
     monkeypatch.undo()
     trainers["whole"].collect()
     assert torch.equal(*(each.store.experience.sequences.input_ids for each in trainers.values()))
+
+
+def test_micro_batches_leave_room_for_the_copies_of_weights_in_16_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a weight: itself, its gradient, its copy and two moments, which are in float32."""
+    trainer = tiny_trainer("sft", tmp_path, train__microbatch_size="auto", model__dtype="bfloat16")
+    trainer.models.build()
+    kept = 1e6 / fitting.tokens_that_fit(trainer.unwrapped.model.config, 1e6, low=True, recomputes=False)
+    count = sum(p.numel() for p in trainer.unwrapped.parameters())
+    memory = int((18 * count + 20 * kept) / fitting.STATES) + 1
+    monkeypatch.setattr("trainkit.trainer.update.memory_of", lambda device: memory)
+    assert trainer.updater.tokens_of_a_micro_batch == 20
 
 
 @pytest.mark.slow

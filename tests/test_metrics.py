@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 from tables import table
 from trainkit.metrics import Mean, RunningMoments, Std, compute, merge
@@ -242,3 +243,21 @@ def test_restored_moments_go_on_as_if_never_stopped(first, second):
     for each in (running, restored):
         each.update(torch.from_numpy(second))
     assert restored.state_dict() == running.state_dict()
+
+
+class Copies(TorchFunctionMode):
+    """Counts the copies to the CPU."""
+
+    count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.Tensor.cpu
+        return func(*args, **(kwargs or {}))
+
+
+def test_however_many_metrics_there_are_they_are_copied_from_a_device_once():
+    means = {f"mean/{number}": Mean.of(torch.tensor([number, 4.0])) for number in range(9)}
+    with Copies() as copies:
+        found = compute(means, identity)
+    assert copies.count == 1
+    assert found == {f"mean/{number}": (number + 4) / 2 for number in range(9)}

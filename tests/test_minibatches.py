@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from torch import Tensor
 from tables import table
 from trainkit import Batch
 from trainkit.data import RolloutStore, Sequences, shuffled
+from trainkit.runs.progress import Progress
 from trainkit.testing.trainers import tiny_trainer
-from trainkit.trainer.minibatches import Layout, minibatches, share
+from trainkit.trainer.minibatches import Layout, Minibatches, minibatches, share
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,17 @@ class Processes:
         self.gathered = 0
 
     def run(self, experience: list[Numbered], each: int, steps: list[Tensor]) -> list[list[list[int]]]:
-        found: dict[int, list[list[int]]] = {}
+        def one(rank: int, gather: Any) -> list[list[int]]:
+            store = RolloutStore[Numbered]()
+            store.push(experience[rank])
+            made = minibatches(store, steps, Layout(each, self.world, rank), gather)
+            return [batch.number.tolist() for batch in made]
+
+        return self.call(one)
+
+    def call(self, function: Any) -> list[Any]:
+        """Call ``function(rank, gather)`` in all processes."""
+        found: dict[int, Any] = {}
 
         def one(rank: int) -> None:
             def gather(items: Any) -> list[Any]:
@@ -42,10 +54,7 @@ class Processes:
                 self.barrier.wait()
                 return gathered
 
-            store = RolloutStore[Numbered]()
-            store.push(experience[rank])
-            made = minibatches(store, steps, Layout(each, self.world, rank), gather)
-            found[rank] = [batch.number.tolist() for batch in made]
+            found[rank] = function(rank, gather)
 
         threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.world)]
         for thread in threads:
@@ -90,6 +99,37 @@ def test_rows_are_sent_only_to_processes_that_have_too_few_of_their_own() -> Non
 def test_a_share_is_of_ones_own_rows_first() -> None:
     parts = share(torch.tensor([5, 1, 0, 2, 4, 6]), torch.tensor([1, 1, 0, 0, 0, 0]), 2)
     assert [part.tolist() for part in parts] == [[0, 2, 4], [5, 1, 6]]
+
+
+@table("each, kept, asked", [(1, 9, 4), (3, 9, 4), (2, 1, 8), (2, 9, 99), (2, 9, 0)])
+def test_what_is_replayed_does_not_depend_on_the_number_of_processes(each: int, kept: int, asked: int) -> None:
+    prompts, found = 8, {}
+    for world in (1, 2, 4):
+
+        def one(rank: int, gather: Any, world: int = world) -> list[list[list[int]]]:
+            algorithm = SimpleNamespace(config=SimpleNamespace(train=SimpleNamespace(seed=3)), rows_vary=False)
+            parallel, progress = SimpleNamespace(world=world, rank=rank, gather=gather), Progress()
+            batches: Any = Minibatches(algorithm, None, None, parallel, progress, None)  # type: ignore[arg-type]
+            earlier, made = list[Numbered](), list[list[list[int]]]()
+            for progress.collection in range(3):
+                progress.prompts = prompts // world
+                first = divided(prompts, each, world)[rank].number + 100 * progress.collection
+                rows = batches.replay(Numbered(first), earlier, collections=kept, prompts=asked).number
+                assert progress.prompts == len(rows) // each
+                assert len(earlier) == min(kept, progress.collection + 1)
+                made.append(rows.view(-1, each).tolist())
+            return made
+
+        parts = Processes(world).call(one)
+        found[world] = [
+            [group for groups in zip(*step, strict=True) for group in groups] for step in zip(*parts, strict=True)
+        ]
+    assert found[1] == found[2] == found[4]
+    for number, groups in enumerate(found[1]):
+        assert len(groups) == prompts + min(asked, prompts * min(number, kept))
+        assert groups[:prompts] == (torch.arange(prompts * each) + 100 * number).view(-1, each).tolist()
+        assert len({str(group) for group in groups}) == len(groups), "each is drawn once"
+        assert all(number - kept <= group[0] // 100 < number for group in groups[prompts:])
 
 
 def test_rows_of_a_group_are_shuffled_together() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import importlib
 import json
+import math
 import re
 import shutil
 import sys
@@ -26,7 +27,7 @@ from trainkit.errors import printable
 from trainkit.models import AutoModelForCausalLMWithValueHead, RewardModel
 from trainkit.plugins import registry
 from trainkit.runs import Record, checkpoint, provenance
-from trainkit.runs.card import OURS, _cell, fenced
+from trainkit.runs.card import OURS, _cell, curve, fenced
 from trainkit.testing import tiny_t5
 from trainkit.testing.trainers import tiny_trainer
 
@@ -229,9 +230,17 @@ def test_a_card_shows_the_main_metric_over_the_run(tmp_path: Path) -> None:
     assert list(rewards) == [0, 2, 4]
     table = "\n".join(f"| {step} | {value:.4g} |" for step, value in rewards.items())
     assert (
-        f"## Training: eval/reward by step\n\n| | |\n|---|---|\n{table}\n"
+        f"## Training: eval/reward by step\n\n{curve([*rewards.values()])}\n\n| | |\n|---|---|\n{table}\n"
         in (tmp_path / "run" / "model" / "README.md").read_text()
     )
+
+
+def test_a_curve_is_a_line_of_bars() -> None:
+    assert curve([0.0, 2.0, math.nan, 1.0]) == "`▁█▅` from 0 (lowest) to 2 (highest bar)"
+    assert curve([1.0, 1.0]) == ""
+    long = [float(step) for step in range(1000)]
+    assert curve(long).split("`")[1] == "".join(sorted(curve(long).split("`")[1]))
+    assert 40 <= len(curve(long).split("`")[1]) <= 48
 
 
 def test_every_start_of_a_run_is_recorded_with_its_versions(tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def test_an_adapter_of_a_directory_is_told(
         push(tmp_path, "someone/adapter")
     assert [record.message for record in caplog.records] == [
         f"{tmp_path} is an adapter of {run / 'model'}, a directory that nobody else has. To publish the whole model: "
-        f"trainkit merge {tmp_path} merged, then trainkit push merged someone/adapter"
+        f"trainkit export {tmp_path} merged, then trainkit push merged someone/adapter"
     ]
 
 

@@ -84,7 +84,7 @@ def test_labels_are_true_or_false(tmp_path: Path) -> None:
 
 WRONG = {
     "misspelt": (("promts",), r"its inputs name 'promts'; did you mean 'prompts'\?; known: environment, labels, pairs"),
-    "a combination": (("samples", "prompts"), r"its inputs are \('samples', 'prompts'\), which is no combination"),
+    "a combination": (("samples", "environment"), r"are \('samples', 'environment'\), which is no combination"),
     "rewards alone": (("rewards",), "which is no combination that can be trained on; give one of: prompts, prompts"),
 }
 

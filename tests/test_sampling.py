@@ -842,6 +842,38 @@ def test_a_seed_of_numpy_is_an_integer_and_none_is_no_seed() -> None:
     assert drawn_with(sampler, [{"prompt": "ab", "seed": None}]) == drawn_with(sampler, seeded(("ab", None)))
 
 
+# ------------------------------------------------------------------------------------------ places of ended rows
+
+
+@table("family, joins", [("gpt2", True), ("llama", True), ("gemma2, sliding and capped", False)])
+def test_rows_that_do_not_fit_take_the_places_of_rows_that_have_ended(
+    family: str, joins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Responses are those of all rows at a time, also where the host looks only now and then which have ended."""
+    model, queries = make_model(FAMILIES[family], spread=0.2), [*RAGGED, ids_of("a")] * 3
+    sampler = CausalSampler(model, tokenizer(), hidden=True)
+    read, begun = type(sampler.decoder).prefill, list[int]()
+
+    def noted(decoder: Any, queries: Any, room: int) -> Any:
+        begun.append(room)
+        return read(decoder, queries, room)
+
+    monkeypatch.setattr(type(sampler.decoder), "prefill", noted)
+    for stops, least in ((["ab", "c"], 0), ([], 5)):
+        settings, found = SamplingConfig(max_new_tokens=12, stop_sequences=stops, min_new_tokens=least), []
+        for most, every in ((None, 1), (4, 1), (4, 8), (None, 5)):
+            sampler.most, begun[:] = most, []
+            monkeypatch.setattr(sampler_module, "READ_EVERY", {"cpu": every})
+            found.append(sampler.generate(queries, settings, range(15)))
+            assert (0 in begun) == (joins and most == 4), "prompts that are read while others go on need no room"
+        first = found[0]
+        assert len({*map(len, first.ids)}) > 1, "they end at different times"
+        for each in found[1:]:
+            assert (each.ids, each.reasons) == (first.ids, first.reasons)
+            for name in ("logprobs", "entropy", "hidden"):
+                torch.testing.assert_close(getattr(each, name), getattr(first, name), rtol=1e-4, atol=1e-4)
+
+
 # ------------------------------------------------------------------------- models that only their generate can run
 
 

@@ -108,7 +108,7 @@ def test_settings_that_descriptions_name_are_links(reference: ModuleType) -> Non
 
 def test_the_reference_has_every_command(reference: ModuleType) -> None:
     page = reference.command_page()
-    for command in ("train", "config check", "plugins check", "examples run", "doctor", "runs", "merge", "new-plugin"):
+    for command in ("train", "config check", "plugins check", "examples run", "doctor", "runs", "export", "new-plugin"):
         assert f" trainkit {command}\n" in page
     assert "Error" not in page
 

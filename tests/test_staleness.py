@@ -25,7 +25,7 @@ from trainkit.testing.trainers import Letters, count_first_letters, tiny_trainer
 
 assert all((Copying, DapoTrainer)), "registered by their imports"
 
-AHEAD = ("best_of_k", "distill", "grpo", "online_dpo", "ppo", "rft", "rloo")
+AHEAD = ("best_of_k", "distill", "grpo", "online_dpo", "ppo", "rft", "rloo", "xpo")
 CORRECTED = ["grpo", "ppo", "rloo"]
 
 
@@ -39,7 +39,9 @@ class Noted:
 
     @trainkit.hookimpl
     def on_experience(self, trainer: Any, rollouts: Any) -> None:
-        self.versions.append(sorted({int(version) for part in rollouts for version in part.versions}))
+        self.versions.append(
+            sorted({int(version) for part in rollouts if part.versions is not None for version in part.versions})
+        )
         self.texts.append([text for part in rollouts for text in part.outputs])
         self.steps.append(trainer.progress.step)
 

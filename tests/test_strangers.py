@@ -6,6 +6,7 @@ Beside them all those of `examples/plugins` are installed that are broken on pur
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,6 +71,15 @@ def test_a_plugin_is_a_page_of_code_as_its_table_says(
     assert lines <= limit
     (row,) = (x for x in (PLUGINS / "README.md").read_text("utf-8").splitlines() if x.startswith(f"| [{name}]"))
     assert row.endswith(f"| {lines} |")
+
+
+def test_short_algorithms_have_the_lines_that_their_table_says(lines_of_code: Callable[[Path], int]) -> None:
+    place = "plugins/kit/tests/sound"
+    page = (ROOT / "docs/write-an-algorithm.md").read_text("utf-8")
+    rows = re.findall(rf"{place}/(\w+)\.py\) \| (\d+) \|", page)
+    assert {name: int(lines) for name, lines in rows} == {
+        path.stem: lines_of_code(path) for path in ROOT.glob(f"{place}/[a-z]*.py")
+    }
 
 
 def test_plugins_of_strangers_are_no_examples_to_run() -> None:

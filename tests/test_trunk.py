@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 L = 3
 TRAINERS = [name for name in trainkit.available_trainers() if name != "ddpo"]  # of language models
-ONLINE = ("best_of_k", "distill", "grpo", "online_dpo", "ppo", "rft", "rloo")
+ONLINE = ("best_of_k", "distill", "grpo", "online_dpo", "ppo", "rft", "rloo", "xpo")
 LLAMA = tiny_llama(20, num_hidden_layers=L)
 SHAPES = {
     "gpt2": tiny_gpt2(20, n_layer=L),

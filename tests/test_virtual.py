@@ -201,6 +201,18 @@ def test_before_sliding_windows_prompts_are_not_padded(kind: str) -> None:
 
 
 @table("kind", PLAIN)
+def test_rows_that_begin_later_than_others_read_the_virtual_tokens(kind: str) -> None:
+    model = prompted(tiny_gpt2(10), kind)
+    push(model)
+    sampler, queries = CausalSampler(model, character_tokenizer("abcdefgh")), [[1], [2, 3, 4], [5, 6], [1], [7, 2]] * 4
+    found = []
+    for sampler.most in (None, 4):
+        found.append(sampler.generate(queries, SamplingConfig(max_new_tokens=12), range(20)))
+    assert found[0].ids == found[1].ids
+    torch.testing.assert_close(found[0].logprobs, found[1].logprobs)
+
+
+@table("kind", PLAIN)
 def test_the_models_own_generate_continues_after_the_virtual_tokens(kind: str) -> None:
     model = prompted(tiny_gpt2(10), kind)
     push(model)
@@ -398,7 +410,7 @@ def test_a_reward_model_of_virtual_tokens_scores_as_it_was_trained(tmp_path: Pat
 
 def test_an_export_is_not_merged(tmp_path: Path) -> None:
     tiny_trainer("sft", tmp_path / "run", model__peft_config=KINDS["prefix"]).learn()
-    done = CliRunner().invoke(app, ["merge", str(tmp_path / "run" / "model"), str(tmp_path / "out")])
+    done = CliRunner().invoke(app, ["export", str(tmp_path / "run" / "model"), str(tmp_path / "out")])
     assert done.exit_code == 2
     assert "virtual tokens (PREFIX_TUNING), which cannot be merged" in done.output
     assert not (tmp_path / "out").exists()

@@ -17,7 +17,10 @@ ROOT = Path(__file__).parents[1]
 TIERS = {
     "slow": ("make test-all", ("tests", "plugins")),
     "weekly": ("make weekly", ("tests", "plugins")),
-    "engines": ("make engines or make shards", ("plugins/ray", "plugins/vllm", "plugins/deepspeed")),
+    "engines": (
+        "make engines or make shards",
+        ("plugins/ray", "plugins/vllm", "plugins/deepspeed", "tests/test_kernels.py"),
+    ),
     "browser": ("make browser", ("tests/test_browser.py",)),
     "gpu": ("make test-gpu", ("tests/test_gpu.py",)),
     "parity": ("make parity", ("tests/parity", "tests/test_speed_benchmark.py")),

@@ -63,7 +63,8 @@ def train(
     * ``samples`` with ``rewards``: offline reinforcement learning (``ilql``).
     * ``samples`` that are labelled true or false: Kahneman-Tversky optimisation (``kto``).
     * ``samples`` that are pairs of ``chosen`` and ``rejected``: preference optimisation (``dpo``).
-    * other ``samples``: supervised fine-tuning (``sft``).
+    * other ``samples``: supervised fine-tuning (``sft``), or algorithms that also sample responses to their prompts;
+      name the ``method``.
 
     Args:
         model_path: a hub id, a local directory, a transformers config or its fields (random weights), or a live
@@ -136,15 +137,15 @@ def train(
     present = [name for name, value in arguments.items() if value is not None]
     if environment is not None:
         _check_plays(_named_method(config, method) or "ppo")
-    _check_combination(present)
-    if metric_fn is not None and samples is not None and eval_prompts is None:
-        raise ConfigError("metric_fn is called at evaluations, which have no prompts; give eval_prompts too")
+    _check_combination(present, _named_method(config, method))
     if not isinstance(callbacks, Iterable):
         raise ConfigError(f"callbacks should be a list of objects; given {describe(callbacks)}. Write [callback]")
     models = {"model_path": model_path, "reference_path": reference}
     settled = _settle_config(config, method, models, lambda: usual_method(present, samples, config))
     trainer_class: type[AccelerateRLTrainer[Any]] = get_trainer(settled.method.name)
     _check_inputs(settled, trainer_class, present, samples)
+    if metric_fn is not None and "prompts" not in trainer_class.inputs and eval_prompts is None:
+        raise ConfigError("metric_fn is called at evaluations, which have no prompts; give eval_prompts too")
     # trainers of other models than language models take neither of the first two
     extra: dict[str, Any] = {"tokenizer": tokenizer, "environment": environment}
     extra = {name: value for name, value in extra.items() if value is not None}
@@ -164,9 +165,11 @@ def train(
     )
     if samples is not None:
         trainer.add_samples(samples, rewards)
+        rows = [{"prompt": row["prompt"]} for row in getattr(trainer.pipeline, "rows", ()) if trainer.online]
     else:
         rows = _add_prompts(trainer, prompts, played=environment is not None)
-        eval_prompts = rows[: _prompts_of_a_step(trainer)] if eval_prompts is None else eval_prompts
+    if eval_prompts is None and rows:
+        eval_prompts = rows[: _prompts_of_a_step(trainer)]
     if eval_prompts is not None:
         trainer.add_eval_pipeline(eval_prompts)
     if eval_samples is not None:
@@ -217,14 +220,15 @@ def _unpack_dataset(dataset: Any, samples: Any, rewards: Any) -> tuple[Any, Any]
     return dataset[0], dataset[1]
 
 
-def _check_combination(present: list[str]) -> None:
+def _check_combination(present: list[str], name: str | None) -> None:
+    both = {"samples", "prompts"} <= {*get_trainer(name).inputs} if name and "samples" in present else False
     for one, other, why in (
         ("reward_fn", "samples", "reward_fn scores responses that are sampled, samples are trained on directly"),
         ("reward_fn", "rewards", "reward_fn scores responses that are sampled, rewards belong to samples"),
         ("environment", "samples", "an environment answers what is sampled, samples are trained on directly"),
         ("prompts", "samples", "prompts are for reward_fn; to evaluate while training on samples give eval_prompts"),
     ):
-        if one in present and other in present:
+        if one in present and other in present and not (both and one == "reward_fn"):
             raise ConfigError(f"{one} and {other} are both given, and one would be ignored: {why}. Give one of the two")
     if "rewards" in present and "samples" not in present:
         raise ConfigError("rewards are given without samples; give the samples they belong to")

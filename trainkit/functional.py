@@ -201,12 +201,13 @@ def kl_shaped_rewards(
 
 
 def gae(
-    values: Tensor, rewards: Tensor, mask: Tensor, *, gamma: float, lam: float, bootstrap: Tensor | None = None
+    values: Tensor, rewards: Tensor, mask: Tensor, *, gamma: float, lam: float | Tensor, bootstrap: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return GAE advantages A and returns A + V. [B, T] ×3 -> ([B, T], [B, T]).
 
     A_t = δ_t + γλ A_{t+1} with δ_t = r_t + γ V_{t+1} − V_t. Position t + 1 is the *next selected* token of the row;
-    after the last one A is 0 and V is ``bootstrap`` [B], or 0. Both results are 0 outside the mask.
+    after the last one A is 0 and V is ``bootstrap`` [B], or 0. Both results are 0 outside the mask. λ is one number, or
+    one for each row [B].
     Source: Schulman et al. 2015b, equations 11, 12 and 16.
     """
     values, rewards = zero_masked(values, mask), zero_masked(rewards, mask)

@@ -136,7 +136,13 @@ def _mean(std: Std, total: Tensor, count: Tensor) -> Tensor:
 
 def _summed(parts: Sequence[Tensor], reduce: Callable[[Tensor], Tensor]) -> Sequence[Tensor]:
     """Return tensors of one shape, each summed over all processes; one collective, in float64, on the CPU."""
-    return reduce(torch.stack([part.cpu().to(torch.float64) for part in parts])).unbind()
+    of_device: dict[torch.device, list[int]] = {}
+    for index, part in enumerate(parts):
+        of_device.setdefault(part.device, []).append(index)
+    order = torch.tensor([index for indices in of_device.values() for index in indices]).argsort()
+    stacked = (torch.stack([to_float64(parts[index]) for index in indices]) for indices in of_device.values())
+    moved = torch.cat([each.cpu().to(torch.float64) for each in stacked])  # once from each device, which waits
+    return reduce(moved[order]).unbind()
 
 
 class RunningMoments:

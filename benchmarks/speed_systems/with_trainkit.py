@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from work import OFFLINE, Turns, Work, reward, serve
+from work import OFFLINE, PACKED, Turns, Work, reward, serve
 
 import trainkit
 from trainkit.config import ModelConfig
@@ -15,6 +15,7 @@ PASSES = ("trainkit-joined", "trainkit-padded")
 """Systems whose rows are run without padding, or with it, on any device."""
 METHODS: dict[str, dict[str, Any]] = {
     "generate": {"name": "sft"},
+    "sft-packed": {"name": "sft", "packing": True},
     "online-dpo": {"name": "online_dpo"},
     "rft": {"name": "rft", "n_improve_steps": 1},
 }
@@ -66,7 +67,9 @@ def settings(work: Work) -> dict[str, Any]:
     method = METHODS.get(work.case, {"name": work.case})
     group = {GROUPS[work.case]: work.samples} if work.case in GROUPS else {}
     trained = {"online-dpo": work.rows // work.samples, "rft": work.rows // 2}  # a pair of each prompt, and the best
+    trained |= {"sft-packed": work.rows // PACKED}
     train = {"batch_size": trained.get(work.case, work.rows), "total_steps": 10**6, "trackers": []}
+    train |= {"seq_length": PACKED * work.longest} if work.case == "sft-packed" else {}
     train |= {"share_prompts": False} if work.system == "trainkit-separate" else {}
     train |= {"padding_free": work.system == "trainkit-joined"} if work.system in PASSES else {}
     train |= {"mixed_precision": "bf16"} if work.precision == "bf16" else {}

@@ -24,6 +24,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 CONTEXT, FIRST = 256, 0x20000
 """The models' context, unless the work needs a longer one; the code point of the character of token 0."""
+PACKED = 8
+"""How many of the longest texts a packed row has room for."""
 MODELS: dict[str, dict[str, Any]] = {
     "S": {"model_type": "gpt2", "n_layer": 4, "n_head": 4, "n_embd": 128, "vocab_size": 300},
     "G": {"model_type": "gpt2", "n_layer": 6, "n_head": 8, "n_embd": 512, "vocab_size": 8192},
@@ -54,7 +56,7 @@ MODELS["Q15"] = {
     "num_attention_heads": 12,
     "intermediate_size": 8960,
 }
-OFFLINE = ("sft", "reward", "dpo", "ilql")
+OFFLINE = ("sft", "sft-packed", "reward", "dpo", "ilql")
 """The cases on samples, whose rows end in an EOS token of the vocabulary."""
 
 
@@ -95,6 +97,7 @@ class Work:
     def fields(self) -> dict[str, Any]:
         """The fields of the model's config, in which no token is EOS."""
         fields, context = MODELS[self.model], max(CONTEXT, self.prompt + self.new, self.longest)
+        context = PACKED * self.longest if self.case == "sft-packed" else context
         name = "n_positions" if fields["model_type"] == "gpt2" else "max_position_embeddings"
         size = {} if self.vocabulary is None else {"vocab_size": self.vocabulary}
         return {**fields, **size, name: context, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}

@@ -141,7 +141,18 @@ def theirs(kind: str, path: str, samples: list[dict[str, Any]], out: Path, **set
     return losses
 
 
+RECORD: dict[str, Any] = {}
+"""Takes what is printed of the running test."""
+
+
+@pytest.fixture(autouse=True)
+def _recorded(record_property: Any) -> None:
+    RECORD["property"] = record_property
+
+
 def assert_follow(mine: list[float], trl: list[float]) -> None:
+    RECORD["property"]("losses", f"{trl[0]:.3f} to {trl[-1]:.3f}")
+    RECORD["property"]("difference", max(abs(a - b) for a, b in zip(mine, trl, strict=True)))
     assert len(mine) == len(trl) == STEPS
     assert max(trl) - min(trl) > 0.05, "the losses move, so that agreeing says something"
     torch.testing.assert_close(torch.tensor(mine), torch.tensor(trl), rtol=0, atol=TOLERANCE)

@@ -33,7 +33,7 @@ from trainkit.testing.trainers import LETTERS, count_first_letters, tiny_trainer
 
 ROOT = Path(__file__).parents[2]
 SCORED = ("ppo", "rloo", "grpo", "online_dpo", "best_of_k", "rft")
-"""Algorithms of language models that call a reward function."""
+"""Algorithms of language models that call a reward function once for each response that they train on."""
 
 
 def of_samples(drawn: int, full: bool) -> list[str]:

@@ -117,7 +117,7 @@ def test_f2_remote_code(far: tuple[str, Path], tmp_path: Path, figure: Callable[
         "an override": lambda: shell(*train, "model.kwargs.trust_remote_code=true"),
         "an abbreviated override": lambda: shell(*train, "model.kwargs.trust=1"),
         "a task": lambda: shell(*train[:-1], f"{train[-1][:-3]}trusts"),
-        "a merge of an adapter": lambda: shell("merge", str(tmp_path / "adapter"), str(tmp_path / "out")),
+        "a merge of an adapter": lambda: shell("export", str(tmp_path / "adapter"), str(tmp_path / "out")),
         "a reward model": lambda: RewardModel.from_pretrained(place),
         "a value head": lambda: AutoModelForCausalLMWithValueHead.from_pretrained(place),
     }

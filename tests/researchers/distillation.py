@@ -39,6 +39,7 @@ class DistillationTrainer(AccelerateRLTrainer[DistillationConfig]):
 
     inputs: ClassVar[tuple[str, ...]] = ("prompts",)
     encoder_decoders = False
+    images = False  # the teacher reads text alone
 
     def __init__(self, config: TRLConfig[DistillationConfig], **kwargs: Any) -> None:
         super().__init__(config, **kwargs)

@@ -78,13 +78,16 @@ class ModelConfig(Section):
     """The model that an algorithm with a reference compares with: a hub id, a local directory, or the fields of a model
     config (random weights), with the vocabulary of the trained model. None: the trained model as it is before the first
     update."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """The type of the weights. Trained weights of lower precision have float32 copies in the optimizer. For mixed
-    precision keep float32 here and set `train.mixed_precision`: frozen weights then stay in their checkpoint's."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """The type of the weights. Trained weights of lower precision have float32 copies in the optimizer. None: bfloat16
+    where `train.mixed_precision` is not set either and is `bf16` by default, and the optimizer makes such copies;
+    float32 for everything else, such as an adapter and its base, whose weights are stored as in their checkpoint."""
     num_layers_unfrozen: int = Field(-1, ge=-1)
     """Train only this many of the top layers, and what follows them. The embeddings and the layers below are frozen,
     run once per sequence, and shared with the reference. Of an encoder-decoder, the layers of the decoder are counted;
     the encoder is frozen. -1: train everything."""
+    freeze_vision: bool = False
+    """Freeze the part of the model that reads images. What projects its output into the language model is trained."""
     peft_config: Plain | None = None
     """Train an adapter instead of the weights: the fields of a peft config (`peft_type` is LORA by default), or a
     peft config object. Unless `reference_path` is set, the reference is the model without the adapter. PROMPT_TUNING,
@@ -129,6 +132,11 @@ class ModelConfig(Section):
                 "peft_config freezes the whole model below its adapter, and num_layers_unfrozen asks for trained "
                 "layers; give one of the two (peft's layers_to_transform puts adapters on some layers only)"
             )
+        if self.peft_config is not None and self.freeze_vision:
+            raise ValueError(
+                "peft_config freezes the whole model below its adapter, and freeze_vision a part of it; give "
+                "target_modules that name the modules with adapters, such as '.*language_model.*(q|v)_proj'"
+            )
         return self
 
     @field_validator("model_path", "reference_path", mode="before")
@@ -167,6 +175,8 @@ class DataConfig(Section):
     ignore_columns: list[str] = []
     """Columns that are removed from all rows, as if the dataset did not have them. Reward functions, metric functions
     and environments do not get them either."""
+    image_urls: bool = False
+    """Whether images that rows give by an address are fetched. If not, they are an error."""
 
 
 class ParameterGroup(Section):

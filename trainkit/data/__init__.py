@@ -1,6 +1,6 @@
 """Rows, batches and sequences; the formats of datasets; the pipelines of rows and the rollout store."""
 
-from trainkit.data.batches import Batch, Preferences, Rollouts, Row, Sequences, TokenBatch
+from trainkit.data.batches import Batch, Images, Preferences, Rollouts, Row, Sequences, TokenBatch
 from trainkit.data.chat import PLAIN_TEMPLATE, TEMPLATES, Chat, is_conversation, plain_messages
 from trainkit.data.formats import (
     Prompts,
@@ -12,11 +12,14 @@ from trainkit.data.formats import (
     labelled,
     preference_rows,
     prompt_rows,
+    prompted,
     recognise,
     sample_rows,
+    taken_apart,
     unrendered,
     written_prompts,
 )
+from trainkit.data.images import save_processor
 from trainkit.data.pipeline import Pipeline, PromptEncoder, Stream, encode_sample, is_stream
 from trainkit.data.store import RolloutStore, shuffled
 from trainkit.data.tokenised import Completions, output_spans
@@ -27,6 +30,7 @@ __all__ = [
     "Batch",
     "Chat",
     "Completions",
+    "Images",
     "Pipeline",
     "Preferences",
     "PromptEncoder",
@@ -50,9 +54,12 @@ __all__ = [
     "plain_messages",
     "preference_rows",
     "prompt_rows",
+    "prompted",
     "recognise",
     "sample_rows",
+    "save_processor",
     "shuffled",
+    "taken_apart",
     "unrendered",
     "written_prompts",
 ]

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import accumulate, islice, pairwise
 from typing import Any, ClassVar, NamedTuple, NoReturn, Self
 from weakref import WeakKeyDictionary
@@ -85,6 +86,13 @@ class Batch:
     def map(self, fn: Callable[[Tensor], Tensor]) -> Self:
         """Return the batch with ``fn`` applied to every tensor."""
         return type(self)(**{k: v.map(fn) if isinstance(v, Batch) else fn(v) for k, v in self.parts().items()})
+
+    def on_columns(self, fn: Callable[[Tensor], Tensor]) -> Self:
+        """Return the batch with ``fn`` applied to every tensor [B, T, *]; images, which have no columns, are kept."""
+        parts = self.parts().items()
+        return type(self)(
+            **{k: v.on_columns(fn) if isinstance(v, Batch) else fn(v) if v.dim() > 1 else v for k, v in parts}
+        )
 
     def to(self, device: torch.device | str) -> Self:
         """Return the batch on ``device``; a copy to a GPU is made from pinned memory, and nothing waits for it."""
@@ -246,6 +254,93 @@ def _cat_padded(tensors: list[Tensor], width: int = 0) -> Tensor:
     return torch.cat(tensors)
 
 
+IMAGE_INPUTS = ("pixel_values", "pixel_attention_mask", "image_grid_thw")
+"""What models read of images besides token ids, by the names of their arguments."""
+
+
+@dataclass(frozen=True)
+class Images(Batch):
+    """What a model reads of the images of B rows besides token ids, in G sets; rows with the same images share a set.
+
+    Of the tensors of `IMAGE_INPUTS`, each set has some rows, those of one set after those of another.
+    """
+
+    of: Tensor
+    """The set of each row [B]; -1: the row has no images."""
+    counts: Tensor
+    """How many rows of each of `IMAGE_INPUTS` each set has [G, 3]."""
+    pixel_values: Tensor | None = None
+    pixel_attention_mask: Tensor | None = None
+    image_grid_thw: Tensor | None = None
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[Mapping[str, Tensor]]) -> Images | None:
+        """Return the images of rows, None if no row has any; rows that share a set have the same object.
+
+        Args:
+            rows: for every row its `IMAGE_INPUTS` by name; empty if it has no images.
+        """
+        sets = [*{id(row): row for row in rows if row}.values()]
+        places = {id(each): place for place, each in enumerate(sets)}
+        of = torch.tensor([places.get(id(row), -1) for row in rows], dtype=torch.long)
+        counts = [[len(each[name]) if name in each else 0 for name in IMAGE_INPUTS] for each in sets]
+        inputs = {name: _cat_ragged([each[name] for each in sets]) for name in IMAGE_INPUTS if sets and name in sets[0]}
+        return cls(of, torch.tensor(counts), **inputs) if sets else None
+
+    @classmethod
+    def none(cls, rows: int, device: torch.device) -> Images:
+        """Return the images of rows that have none."""
+        return cls(torch.full((rows,), -1, device=device), torch.zeros(0, 3, dtype=torch.long, device=device))
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """`IMAGE_INPUTS` by name, those of one row after those of another; empty if no row has images."""
+        return self._inputs_of(self.of[self.of >= 0])
+
+    def _inputs_of(self, sets: Tensor) -> dict[str, Tensor]:
+        """Return the rows of `IMAGE_INPUTS` that some sets [N] have, by name."""
+        given = {name: value for name in IMAGE_INPUTS if (value := getattr(self, name)) is not None}
+        if torch.equal(sets, torch.arange(len(self.counts), device=sets.device)) or not len(sets):
+            return given if len(sets) else {}
+        counts, order = self.counts.t().tolist(), sets.tolist()
+        parts = {name: given[name].split(counts[IMAGE_INPUTS.index(name)]) for name in given}
+        return {name: torch.cat([each[place] for place in order]) for name, each in parts.items()}
+
+    def on_columns(self, fn: Callable[[Tensor], Tensor]) -> Self:
+        """Return the images, which have no columns."""
+        return self
+
+    def take(self, rows: Tensor) -> Self:
+        """Return the images of the rows at the indices ``rows`` [N], without sets that none of them has."""
+        of = self.of[rows.to(self.of.device)]
+        kept = of[of >= 0].unique()
+        places = torch.full((len(self.counts) + 1,), -1, device=of.device)
+        places[kept] = torch.arange(len(kept), device=of.device)
+        return type(self)(places[of], self.counts[kept], **self._inputs_of(kept))
+
+    @classmethod
+    def cat(cls, batches: Sequence[Self]) -> Self:
+        """Concatenate the images of rows; other dimensions are padded with 0 to the largest."""
+        firsts = accumulate((len(batch.counts) for batch in batches), initial=0)
+        of = [torch.where(batch.of < 0, -1, batch.of + first) for batch, first in zip(batches, firsts, strict=False)]
+        some = [batch for batch in batches if len(batch.counts)]
+        names = [name for name in IMAGE_INPUTS if some and getattr(some[0], name) is not None]
+        inputs = {name: _cat_ragged([getattr(batch, name) for batch in some]) for name in names}
+        return cls(torch.cat(of), torch.cat([batch.counts for batch in batches]), **inputs)
+
+
+def _cat_ragged(tensors: list[Tensor]) -> Tensor:
+    """Concatenate tensors [N, *], padded with 0 to the largest size of each other dimension."""
+    sizes = [max(each) for each in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+    lacking = [[size - own for size, own in zip(sizes, each.shape[1:], strict=True)] for each in tensors]
+    return torch.cat(
+        [
+            F.pad(tensor, [width for size in reversed(more) for width in (0, size)]) if any(more) else tensor
+            for tensor, more in zip(tensors, lacking, strict=True)
+        ]
+    )
+
+
 @dataclass(frozen=True)
 class Sequences(Batch):
     """Prompts and responses as token ids, padded on the right. Fields are [B, T]."""
@@ -262,6 +357,8 @@ class Sequences(Batch):
     segments: Tensor | None = None
     """For packed rows: the sample that each token belongs to, numbered from 1 in every row; 0 in padding [B, T]. A
     sample attends only to itself, and its positions begin at 0."""
+    images: Images | None = None
+    """The images that tokens of the rows stand for; None: there are none."""
 
     def __post_init__(self) -> None:
         if self.attention_mask.dtype != torch.bool or self.response_mask.dtype != torch.bool:
@@ -289,6 +386,17 @@ class Sequences(Batch):
             torch.tensor(masks, dtype=torch.bool).reshape(shape),
         )
 
+    @classmethod
+    def cat(cls, batches: Sequence[Self]) -> Self:
+        """Concatenate the rows of ``batches``, as `Batch.cat`; some may have no images."""
+        if any(batch.images is not None for batch in batches):
+            ids = [batch.input_ids for batch in batches]
+            no_images = [Images.none(len(each), each.device) for each in ids]
+            batches = [
+                replace(batch, images=batch.images or none) for batch, none in zip(batches, no_images, strict=True)
+            ]
+        return super().cat(batches)
+
     @property
     def position_ids(self) -> Tensor:
         """Positions [B, T] counted over real tokens, so that padding on either side changes nothing.
@@ -301,6 +409,11 @@ class Sequences(Batch):
         before = F.pad(self.segments, (1, 0))[:, :-1]
         begins = (self.segments != before) | ~self.attention_mask
         return columns - (columns * begins).cummax(1).values
+
+    @cached_property
+    def acts(self) -> bool:
+        """Whether a response token was chosen in the state of a token."""
+        return bool(self.response_mask[:, 1:].any())
 
     @property
     def aligned_left(self) -> bool:
@@ -338,6 +451,7 @@ class Sequences(Batch):
 
     def packed(self, counts: Sequence[int], pad_id: int = 0) -> Self:
         """Pack the rows: row i of the result holds ``counts[i]`` of them one after the other, marked in `segments`."""
+        assert self.images is None, "rows with images are not packed"
         rows = zip(self.input_ids, self.attention_mask, self.response_mask, strict=True)
         parts = [(ids[real].tolist(), chosen[real].tolist()) for ids, real, chosen in rows]
         ends = list(accumulate(counts, initial=0))
@@ -371,7 +485,7 @@ class Sequences(Batch):
     def trim(self) -> Self:
         """Return the batch without columns that are padding in every row."""
         width = self._width()
-        return self.map(lambda x: x[:, :width])
+        return self.on_columns(lambda x: x[:, :width])
 
     @property
     def _used(self) -> Tensor:
@@ -391,6 +505,8 @@ class Sequences(Batch):
     def follows(self) -> Tensor:
         """Whether a row has the prompt of the row before it, bool [B]."""
         ids = self.prompt_ids
+        if self.images is not None:
+            ids = torch.cat([ids, self.images.of.unsqueeze(1)], 1)
         return torch.cat([ids.new_zeros(1, dtype=torch.bool), (ids[1:] == ids[:-1]).all(1)])[: len(self)]
 
     @property
@@ -442,7 +558,7 @@ class TokenBatch(Batch):
     def trim(self) -> Self:
         """Return the batch without columns that are padding in every row."""
         width = self.sequences._width()
-        return self.map(lambda x: x[:, :width] if x.dim() >= 2 else x)
+        return self.on_columns(lambda x: x[:, :width])
 
 
 @dataclass(frozen=True)
@@ -476,7 +592,10 @@ class Preferences(Batch):
     @property
     def both(self) -> Sequences:
         """All sequences, for one forward pass: the chosen ones, then the rejected ones [2B, T]."""
-        return Sequences.cat([self.chosen, self.rejected])
+        if (images := self.chosen.images) is None:
+            return Sequences.cat([self.chosen, self.rejected])
+        both = Sequences.cat([replace(side, images=None) for side in (self.chosen, self.rejected)])
+        return replace(both, images=replace(images, of=images.of.repeat(2)))  # the sides have the same
 
 
 @dataclass(frozen=True)
@@ -515,6 +634,9 @@ class Rollouts:
     unknown, with responses that were not sampled by trainkit."""
     failed: Tensor | None = None
     """bool [B]: the environment failed, and the episode ended with that turn. None without an environment."""
+    moments: list[list[Any]] | None = None
+    """For every episode its state before each of its outputs, from which it can be branched. None unless the algorithm
+    declares ``forks``."""
     judged: list[dict[str, Any]] | None = None
     """For every response its ``reward``, and what else the reward function returned, by name. None before they are
     scored."""
@@ -599,8 +721,11 @@ GIVEN = ("samples", "prompts", "outputs", "tokenizer", "turns", "episode_seed")
 
 
 def columns_of(rows: Sequence[Row]) -> dict[str, list[Any]]:
-    """Return the columns of rows except the prompt, each as a list; None where a row has no such column."""
-    names = dict.fromkeys(name for row in rows for name in row if name not in ("prompt", PLACE))
+    """Return the columns of rows except the text, each as a list; None where a row has no such column."""
+    text = {"turns", "outputs"}  # of a sample
+    names = dict.fromkeys(
+        name for row in rows for name in row if name not in ("prompt", PLACE, *(text if text <= row.keys() else ()))
+    )
     return {name: [row.get(name) for row in rows] for name in names}
 
 
@@ -619,8 +744,8 @@ def check_fields(
     for name, part in batch.parts().items():
         field = prefix + name
         if isinstance(part, Batch):
-            tensors += check_fields(part, refuse, f"{field}.")
-            own = len(part)
+            own, inner = len(part), check_fields(part, refuse, f"{field}.")
+            tensors += [] if isinstance(part, Images) else inner
         elif isinstance(part, Tensor) and part.dim():
             tensors.append((field, part))
             own = part.size(0)

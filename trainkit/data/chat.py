@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 from weakref import WeakKeyDictionary
 
+from trainkit.data.images import IMAGE_PARTS, READERS, given_images, image_part, images_of, parts_of, placed
 from trainkit.data.pipeline import id_count
 from trainkit.errors import ConfigError, DataError, describe, suggest
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
+Output = tuple[int, int] | None
+"""Where an output begins and ends in the text of a conversation; None if that is not known."""
 Span = tuple[str, bool]
 """Text, and whether it is an output."""
 
@@ -33,6 +36,7 @@ PLAIN_TEMPLATE = (
 TEMPLATES = {"plain": PLAIN_TEMPLATE} | {
     path.stem: path.read_text("utf-8") for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))
 }
+TEMPLATES["llama3.2"] = TEMPLATES["llama3.1"].replace("'26 Jul 2024'", "strftime_now('%d %b %Y')")
 """Chat templates by name, which mark the outputs of the assistant; each renders what the templates of its family do."""
 
 
@@ -72,18 +76,24 @@ TRIAL = "\ue000"
 """Takes the place of a message to find where it is rendered."""
 STARTS: WeakKeyDictionary[Any, datetime] = WeakKeyDictionary()
 """When the run of a tokenizer began, which is the present in its chat template: text does not change overnight."""
+KEPT: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()
+"""By tokenizer, the kinds of conversations whose answers its template has kept as they are when others follow."""
+MOST_KINDS = 4096
+"""The most of these that are remembered."""
+TAG = re.compile(r"<[^<>\s]*>")
+"""What a template may look for in the content of a message, such as reasoning."""
 NOW = re.compile(r"""strftime_now\(\s*(?P<quote>["'])(?P<format>[^"']*)(?P=quote)\s*\)""")
 """The present, in a template."""
 TRAINED = ("weight", "train")
 """Keys of a message of the assistant that say whether it is an output: 0 or 1, false or true."""
 
 
-def plain_messages(messages: Sequence[Mapping[str, Any]], what: str) -> list[Message]:
+def plain_messages(messages: Sequence[Mapping[str, Any]], what: str, *, images: bool = False) -> list[Message]:
     """Return messages with ``role``, and ``content`` of text; copies.
 
-    ShareGPT's ``from`` and ``value`` are replaced. Content in parts, ``{"type": "text", "text": ...}``, is joined. In
-    calls of tools, arguments of JSON text are read, and keys whose value is None are removed at any depth, because
-    datasets use them to fill tables.
+    ShareGPT's ``from`` and ``value`` are replaced. Content in parts, ``{"type": "text", "text": ...}``, is joined,
+    unless some are images, which is an error without ``images``. In calls of tools, arguments of JSON text are read,
+    and keys whose value is None are removed at any depth, because datasets use them to fill tables.
 
     Raises:
         DataError: a sender is not known, content or a part of it is not text, or a call of a tool has no name or
@@ -101,15 +111,15 @@ def plain_messages(messages: Sequence[Mapping[str, Any]], what: str) -> list[Mes
                 )
             copied = {"role": SENDERS[sender], "content": copied.pop("value"), **copied}
         if copied.get("content") is not None:
-            copied["content"] = _text_of(copied["content"], where)
+            copied["content"] = _content_of(copied["content"], where, images)
         if copied.get("tool_calls") is not None:
             copied["tool_calls"] = _calls(copied["tool_calls"], where)
         plain.append(copied)
     return plain
 
 
-def _text_of(content: Any, where: str) -> str:
-    """Return the content of a message as text."""
+def _content_of(content: Any, where: str, images: bool) -> str | list[dict[str, Any]]:
+    """Return the content of a message as text, or if some parts are images in parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
@@ -117,14 +127,22 @@ def _text_of(content: Any, where: str) -> str:
         raise DataError(
             f"{where}: its content should be text, or a list of parts of text; given {describe(content)}{todo}"
         )
+    parts = list[dict[str, Any]]()
     for index, part in enumerate(content):
         kind = part.get("type", "text") if isinstance(part, Mapping) else None
+        if images and kind in IMAGE_PARTS:
+            parts.append(image_part(part))
+            continue
         if kind != "text" or not isinstance(part.get("text"), str):
+            form = "{'type': 'text', 'text': ...}" + (" or {'type': 'image', 'image': ...}" if images else "")
             raise DataError(
-                f"{where}: part {index} of its content is {describe(part)}; a part should be "
-                "{'type': 'text', 'text': ...}, because training is on text alone. Remove the part or the row"
+                f"{where}: part {index} of its content is {describe(part)}; a part should be {form}, because training "
+                f"is on {'text and images' if images else 'text'} alone. Remove the part or the row"
             )
-    return "".join(part["text"] for part in content)
+        parts.append({"type": "text", "text": part["text"]})
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    return "".join(part["text"] for part in parts)
 
 
 def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
@@ -210,6 +228,12 @@ class Chat:
                 )
         tools, settings = given.values()
         self.settings: dict[str, Any] = {**({"tools": tools} if tools else {}), **(settings or {})}
+        self.reads_images = tokenizer is not None and tokenizer in READERS
+        self._column = given_images(row) if self.reads_images else []
+
+    def images(self, messages: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """Return the images of a conversation in the order of their placeholders: of its parts, or of the row."""
+        return images_of(self._read(messages)[0], self._column, self.what)
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Render a prompt, ending with the assistant's header, or in the last message if that is the assistant's."""
@@ -228,7 +252,7 @@ class Chat:
         """
         asked, texts = self.prompt(prompt), []
         for completion in completions:
-            read, trained = self._read(completion)
+            read, trained = self._read(completion, place=False)
             if any(message["role"] == "assistant" and not keep for message, keep in zip(read, trained, strict=True)):
                 raise DataError(
                     f"{self.what}: {' or '.join(TRAINED)} excludes a message of an output, and pairs compare whole "
@@ -241,8 +265,12 @@ class Chat:
             texts.append(text[: _end(text, self._closing)] or text)
         return asked, texts
 
-    def spans(self, messages: Sequence[Mapping[str, Any]], first: int = 0) -> list[Span]:
+    def samples(self, messages: Sequence[Mapping[str, Any]], first: int = 0) -> list[list[Span]]:
         """Return the conversation's text in pieces; outputs are the assistant's messages from message ``first`` on.
+
+        A message that the template writes differently when others follow, such as without its reasoning, or after
+        another text than the prompt, is no output there: before the whole, the list has the conversation up to each of
+        these, which alone is output, as the model reads and writes it.
 
         An output is the text between ``{% generation %}`` and ``{% endgeneration %}`` in the template. If the template
         has no such marks, it is the text that an assistant's message adds to the rendering of the messages before it.
@@ -254,24 +282,64 @@ class Chat:
         """
         checked, trained = self._read(messages)
         marked = re.search(r"\{%-?\s*generation\s*-?%\}", self._template)
-        whole, outputs = (self._marked if marked else self._by_prefixes)(checked, trained, first)
-        spans, at = [], 0
-        for start, end in outputs:
-            spans += [(whole[at:start], False), (whole[start:end], True)]
-            at = end
-        closed = _closed([*spans, (whole[at:], False)], self._closing)
-        if not closed:
+        locate = self._marked if marked else self._by_prefixes
+        whole, outputs = locate(checked, trained, first)
+        samples, answers = list[list[Span]](), [at for at in range(first, len(checked)) if trained[at]]
+        kept = KEPT.setdefault(self.tokenizer, set())
+        kind = self._kind(checked), tuple(answers)
+        known = (kind in kept and None not in outputs) or len(answers) != len(outputs)
+        pairs = [] if known else list(zip(answers, outputs, strict=True))
+        for at, output in pairs:
+            asked, begun = self._asked(checked, at), checked[: at + 1]
+            text = whole if len(begun) == len(checked) else self._write(begun)
+            if output is not None and whole.startswith(asked) and text.startswith(whole[: output[1]]):
+                continue
+            if not marked:
+                samples.append(self._spans(*locate(begun, trained[: at + 1], at)))
+            elif marks := self._marks(begun):
+                start, end = marks[-1]
+                if text.startswith(asked):
+                    asked = text[: (start := max(start, len(asked)))]
+                samples.append(self._spans(asked + text[start:], [(len(asked), len(asked) + end - start)]))
+            outputs.remove(output)
+        if pairs and not samples and len(kept) < MOST_KINDS:
+            kept.add(kind)
+        samples = [spans for spans in [*samples, self._spans(whole, outputs)] if spans]
+        if not samples:
             roles = ", ".join(dict.fromkeys(repr(message["role"]) for message in checked))
             excluded = f", and not excluded by {' or '.join(TRAINED)}" if "'assistant'" in roles else ""
             raise DataError(
                 f"{self.what} has no message of the assistant to learn from; its role is 'assistant'{excluded}, "
                 f"given {roles}"
             )
-        return closed
+        return samples
 
-    def unrendered(self, messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    def _kind(self, messages: list[Message]) -> str:
+        """Return what decides whether a template writes messages differently when others follow, besides their text."""
+        parts = []
+        for message in messages:
+            pieces = parts_of(message)
+            text, types = "".join(piece.get("text", "") for piece in pieces), [piece["type"] for piece in pieces]
+            parts.append((message["role"], sorted(message), types, TAG.findall(text), bool(text), text == text.strip()))
+        return repr((self._template, self.settings, parts))
+
+    def _asked(self, messages: list[Message], at: int) -> str:
+        """Return the text that message ``at`` of the assistant answers; empty if it goes on from another one."""
+        follows = at and messages[at - 1]["role"] != "assistant"
+        return self._write(messages[:at], add_generation_prompt=True) if follows else ""
+
+    def _spans(self, whole: str, outputs: list[Output]) -> list[Span]:
+        """Return a text in pieces up to the last output; none without one."""
+        spans, at = [], 0
+        for start, end in filter(None, outputs):
+            spans += [(whole[at:start], False), (whole[start:end], True)]
+            at = end
+        return _closed([*spans, (whole[at:], False)], self._closing)
+
+    def unrendered(self, messages: Sequence[Mapping[str, Any]], first: int | None = None) -> list[str]:
         """Return which parts of a conversation the template leaves out of the text: ``tools``, or keys of messages.
 
+        Messages of the assistant from message ``first`` on are looked for in the text that ends with them.
         A key of `SAID` is left out if the text is the same without it; content, if it is not in the text, whatever
         its blanks.
         """
@@ -282,12 +350,15 @@ class Chat:
             bare.settings = {key: value for key, value in self.settings.items() if key != "tools"}
             names += ["tools"] * (bare._write(checked) == whole)
         for at, message in enumerate(checked):
-            if (text := message.get("content", "")) and not _is_in(text, whole):
-                names.append("content")
+            alone = first is not None and at >= first and message["role"] == "assistant"
+            rest = [] if alone else checked[at + 1 :]
+            text = self._write([*checked[: at + 1], *rest]) if alone else whole
+            texts = [part["text"] for part in parts_of(message) if part["type"] == "text"]
+            names += ["content"] * any(piece and not _is_in(piece, text) for piece in texts)
             for key in sorted(SAID & message.keys()):
                 other = {"content": "", **{name: value for name, value in message.items() if name != key}}
                 try:
-                    names += [key] * (self._write([*checked[:at], other, *checked[at + 1 :]]) == whole)
+                    names += [key] * (self._write([*checked[:at], other, *rest]) == text)
                 except DataError:  # the template needs it
                     continue
         return [*dict.fromkeys(names)]
@@ -314,13 +385,15 @@ class Chat:
         texts = {str(self.tokenizer.eos_token), *self.tokenizer.convert_ids_to_tokens(in_vocabulary)}
         return re.compile("|".join(map(re.escape, sorted(filter(None, texts), key=len, reverse=True))))
 
-    def _read(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[Message], list[bool]]:
+    def _read(self, messages: Sequence[Mapping[str, Any]], *, place: bool = True) -> tuple[list[Message], list[bool]]:
         """Return the messages as the template gets them, and which of them are trained on.
 
-        Keys whose value is None, which datasets use to fill tables, are removed.
+        Keys whose value is None, which datasets use to fill tables, are removed. The images of the row are parts of
+        the first user message, unless parts of messages are images, or ``place`` is false.
         """
         read, trained = [], []
-        for index, message in enumerate(plain_messages(messages, self.what)):
+        plain = plain_messages(messages, self.what, images=self.reads_images)
+        for index, message in enumerate(placed(plain, self._column) if place else plain):
             fields = {key: value for key, value in message.items() if value is not None}
             empty = fields.keys() <= {"role", "name", *TRAINED}  # with content of None, or with tool calls of None
             if not isinstance(message.get("role"), str) or empty or not ({"content", "tool_calls"} & message.keys()):
@@ -339,6 +412,7 @@ class Chat:
 
     def _tried(self, render: Callable[[list[Message]], Any], messages: list[Message]) -> Any:
         """Call ``render``; where it fails, again with the arguments of calls as text, which some templates need."""
+        messages = [self._for_template(message) for message in messages]
         try:
             return render(messages)
         except Exception as error:  # a template may raise any exception
@@ -349,6 +423,20 @@ class Chat:
                 return render(_with_text_arguments(messages))
             except Exception:
                 raise fault from error
+
+    def _for_template(self, message: Message) -> Message:
+        """Return a message as templates of models that read images expect it: in parts, which say where images are."""
+        if not self.reads_images or "content" not in message:
+            return message
+        parts = [part if part["type"] == "text" else {"type": "image"} for part in parts_of(message)]
+        if "image" in self._template:
+            return {**message, "content": parts}
+        if any(part["type"] == "image" for part in parts):
+            raise DataError(
+                f"{self.what} has images, and the chat template has no place for them; set tokenizer.chat_template to "
+                "that of the model's processor"
+            )
+        return message
 
     def _marks(self, messages: list[Message]) -> list[tuple[int, int]]:
         """Return where the marked parts of the rendered conversation begin and end."""
@@ -362,13 +450,13 @@ class Chat:
         marks: list[tuple[int, int]] = self._tried(lambda given: render(conversations=[given]), messages)[1][0]
         return [(start, end) for start, end in marks if end > start]
 
-    def _marked(self, messages: list[Message], trained: list[bool], first: int) -> tuple[str, list[tuple[int, int]]]:
+    def _marked(self, messages: list[Message], trained: list[bool], first: int) -> tuple[str, list[Output]]:
         whole, asked = self._write(messages), self.prompt(messages[:first]) if first else ""
         if not whole.startswith(asked):
             raise self._no_prefix(asked, whole)
         spoken = [message["role"] == "assistant" for message in messages]
         before = len(self._marks(messages[:first])) if any(spoken[:first]) else 0
-        marks = [(max(start, len(asked)), end) for start, end in self._marks(messages)[before:]]
+        marks: list[Output] = [(max(start, len(asked)), end) for start, end in self._marks(messages)[before:]]
         keeps = [keep for said, keep in zip(spoken[first:], trained[first:], strict=True) if said]
         if all(keeps):
             return whole, marks
@@ -380,10 +468,8 @@ class Chat:
             )
         return whole, [mark for mark, keep in zip(marks, keeps, strict=True) if keep]
 
-    def _by_prefixes(
-        self, messages: list[Message], trained: list[bool], first: int
-    ) -> tuple[str, list[tuple[int, int]]]:
-        whole, spans = self._write(messages), []
+    def _by_prefixes(self, messages: list[Message], trained: list[bool], first: int) -> tuple[str, list[Output]]:
+        whole, spans = self._write(messages), list[Output]()
         for index in range(first, len(messages)):
             if not trained[index]:
                 continue
@@ -397,9 +483,12 @@ class Chat:
                 self._write(messages[: index + 1]),
             )
             end = len(after) if whole.startswith(after) else self._end_of_trial(messages, index, before, whole)
-            if not whole.startswith(before) or end is None or end < len(before):
-                raise self._no_prefix(after if whole.startswith(before) else before, whole)
-            spans.append((len(before), end))
+            if whole.startswith(before) and end is not None and end >= len(before):
+                spans.append((len(before), end))
+            elif index + 1 < len(messages):
+                spans.append(None)
+            else:
+                raise self._no_prefix(before, whole)
         return whole, spans
 
     def _end_of_trial(self, messages: list[Message], index: int, before: str, whole: str) -> int | None:

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from trainkit.data.chat import is_conversation
+from trainkit.data.images import IMAGE_COLUMNS
 from trainkit.errors import DataError, edits
 
 MEDIA = (
@@ -76,16 +77,24 @@ def check_columns(row: Mapping[str, Any], read: Collection[str], what: str) -> N
 def check_prompt_columns(row: Mapping[str, Any], what: str) -> None:
     """Raise a `DataError` if a column shows that the row is not the prompt it is read as.
 
-    Other columns are used: reward functions, metric functions and environments get them.
+    Whether the model reads images is checked later, by `check_images`. Other columns are used: reward functions, metric
+    functions and environments get them.
     """
     for name, value in row.items():
-        if near(str(name), MEDIA) and is_given(value):
+        if name not in IMAGE_COLUMNS and near(str(name), MEDIA) and is_given(value):
             raise _unread(str(name), "the model does not see", KNOWN["image"], what)
         typo = "prompt" not in row and near(str(name), ("prompt",))
         if typo and value and (isinstance(value, str) or is_conversation(value)):
             raise _unread(str(name), "is no prompt", "did you mean 'prompt'?", what)
     if all(is_given(row.get(name)) for name in STEPWISE):
         raise _unread("completions", "has 'labels'", KNOWN["completions"], what)
+
+
+def check_images(row: Mapping[str, Any], reads_images: bool, what: str) -> None:
+    """Raise a `DataError` if a prompt has images, and the model reads none."""
+    for name in IMAGE_COLUMNS:
+        if not reads_images and is_given(row.get(name)):
+            raise _unread(name, "the model does not see", KNOWN[name], what)
 
 
 def _unread(name: str, why: str, hint: str, what: str) -> DataError:

@@ -36,7 +36,17 @@ from torch import Tensor
 
 from trainkit.data.batches import GIVEN, Row
 from trainkit.data.chat import SETTINGS, Chat, is_conversation, plain_messages
-from trainkit.data.columns import KNOWN, STEPWISE, check_columns, check_prompt_columns, is_given, listed, row_without
+from trainkit.data.columns import (
+    KNOWN,
+    STEPWISE,
+    check_columns,
+    check_images,
+    check_prompt_columns,
+    is_given,
+    listed,
+    row_without,
+)
+from trainkit.data.images import IMAGE_COLUMNS, READERS, given_images, with_images
 from trainkit.data.pipeline import IDS, SIDES, EqualSidesError, check_text, is_stream
 from trainkit.data.tokenised import COLUMNS as TOKENISED
 from trainkit.data.tokenised import PAIR_COLUMNS as TOKENISED_PAIR
@@ -157,7 +167,7 @@ def prompt_rows(prompts: Prompts, *, needed: bool = True, replayed: bool = False
             raise _wrong(row, "prompt", f"prompt {index}")
         check_prompt_columns(row, f"prompt {index}")
         if is_conversation(row.get("prompt")):
-            row["prompt"] = plain_messages(row["prompt"], f"prompt {index}")
+            row["prompt"] = plain_messages(row["prompt"], f"prompt {index}", images=True)
         elif needed or row.get("prompt") is not None:
             check_text(row["prompt"], f"prompt {index}", "a string, or a dict with the key 'prompt'")
         if taken := [name for name in row if name in GIVEN and not (replayed and name == "episode_seed")]:
@@ -176,14 +186,29 @@ def prompt_rows(prompts: Prompts, *, needed: bool = True, replayed: bool = False
 def written_prompts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, *, first: int = 0) -> list[Row]:
     """Render the conversations among the rows as text that ends where the assistant's answer begins.
 
-    ``first`` is the index of the first row in error messages.
+    Their images are then in the column ``images``. ``first`` is the index of the first row in error messages.
     """
-    return [
-        {**row, "prompt": Chat(tokenizer, row, f"prompt {index}").prompt(row["prompt"])}
-        if is_conversation(row.get("prompt"))
-        else row
-        for index, row in enumerate(rows, first)
-    ]
+    return [_written(row, tokenizer, f"prompt {index}") for index, row in enumerate(rows, first)]
+
+
+def _written(row: Row, tokenizer: PreTrainedTokenizerBase, what: str) -> Row:
+    check_images(row, tokenizer in READERS, what)
+    prompt, images = row.get("prompt"), given_images(row)
+    if not is_conversation(prompt):
+        return with_images(row, images) if images else row
+    chat = Chat(tokenizer, row, what)
+    return _illustrated({**row, "prompt": chat.prompt(prompt)}, chat, prompt)
+
+
+def _illustrated(row: Row, chat: Chat, messages: Sequence[Mapping[str, Any]]) -> Row:
+    """Return a row of rendered messages with their images."""
+    images = chat.images(messages) if chat.reads_images else None
+    if images and "apart" in row:
+        raise DataError(
+            f"{chat.what} has images, and answers that the chat template writes differently when others follow; give "
+            "each of these answers in a row of its own"
+        )
+    return row if images is None else with_images(row, images)
 
 
 # ---------------------------------------------------------------------------------------------------------- samples
@@ -201,7 +226,8 @@ def sample_rows(
 ) -> list[Row]:
     """Return samples as rows ``{"turns": [text, ...], "outputs": [bool, ...]}``, with ``"reward"`` if given.
 
-    Those that are tokenised become ``{"input_ids": [int, ...], "outputs": [bool, ...]}``.
+    Those that are tokenised become ``{"input_ids": [int, ...], "outputs": [bool, ...]}``. A row whose chat template
+    writes answers differently when others follow has a row for each of these in ``"apart"``; see `taken_apart`.
 
     A sample is text (all of it is an output), alternating turns ``(prompt, output)`` or ``[prompt, output, prompt,
     output ...]``, a conversation, or a dict of a format that is read as a sample, whose other keys are kept.
@@ -226,6 +252,13 @@ def sample_rows(
     ]
     if not rows:
         raise DataError("samples is empty; give at least one sample")
+    parted = [index for index, row in enumerate(rows, first) if "apart" in row]
+    if parted and (rated or rewards is not None):
+        raise DataError(
+            f"sample {parted[0]} has answers that the chat template writes differently when others follow, so that "
+            "each has to be trained on by itself, and one reward or label for all of them; give samples with one "
+            "answer, as prompt and completion"
+        )
     if rewards is not None:
         return _rewarded(rows, list(rewards))
     if rated and (missing := [index for index, row in enumerate(rows) if "reward" not in row]):
@@ -255,6 +288,22 @@ def labelled(rows: list[Row], *, first: int = 0) -> list[Row]:
         if not _is_label(row["reward"]):
             raise DataError(f"sample {index}: label should be true or false, or 1 or 0; given {row['reward']:g}")
     return [{**{k: v for k, v in row.items() if k != "reward"}, "label": bool(row["reward"])} for row in rows]
+
+
+def prompted(rows: list[Row], *, first: int = 0) -> list[Row]:
+    """Return samples with the ``prompt`` of each, the text before its output, to which the policy answers itself.
+
+    Raises:
+        DataError: a sample has no prompt, several outputs, or token ids; names its index.
+    """
+    for index, row in enumerate(rows, first):
+        if row["outputs"] != [False, True] or "turns" not in row:
+            what = f"{len(row['turns'])} turns" if "turns" in row else "token ids"
+            raise DataError(
+                f"sample {index} has {what}, and the algorithm samples a response to the prompt of each sample; give "
+                "(prompt, output), with earlier turns in the prompt, or an algorithm that learns from samples alone"
+            )
+    return [{**row, "prompt": row["turns"][0]} for row in rows]
 
 
 def check_both_labels(good: int, bad: int) -> None:
@@ -290,7 +339,8 @@ def sample_row(
 ) -> Row:
     """Return one sample as a row of `sample_rows`."""
     if is_conversation(sample):
-        return _spans({}, Chat(tokenizer, {}, what, ends=ends).spans(sample))
+        chat = Chat(tokenizer, {}, what, ends=ends)
+        return _illustrated(_spans({}, *chat.samples(sample)), chat, sample)
     if not isinstance(sample, Mapping):
         return _turns({}, list(sample) if isinstance(sample, list | tuple) else [sample], what)
     form, names = recognise(sample), columns_read(sample)
@@ -304,16 +354,23 @@ def sample_row(
         raise _wrong(sample, "sample", what, ' if row["label"]')
     parts = _alpaca(sample, what, tokenizer) if names == ALPACA else [_cell(sample, name, what) for name in names]
     talk = is_conversation(parts[-1])
-    also = ("text",) if names == ALPACA else ()  # Alpaca's own dataset has the whole text, too
+    also = (*(("text",) if names == ALPACA else ()), *_images_read(tokenizer))  # Alpaca's has the whole text, too
     check_columns(sample, (*names, *also, *(SETTINGS if talk else ()), *columns), what)
     kept = {key: value for key, value in sample.items() if key not in names}
     if rated:
         kept = _rated(kept, form == "unpaired preference", what)
     _check_alike(what, *parts)
     if talk:
-        asked = parts[0] if len(parts) > 1 else []
-        return _spans(kept, Chat(tokenizer, sample, what, ends=ends).spans([*asked, *parts[-1]], first=len(asked)))
-    return _turns(kept, parts, what)
+        asked, chat = parts[0] if len(parts) > 1 else [], Chat(tokenizer, sample, what, ends=ends)
+        whole = [*asked, *parts[-1]]
+        return _illustrated(_spans(kept, *chat.samples(whole, first=len(asked))), chat, whole)
+    row = _turns(kept, parts, what)
+    return with_images(row, given_images(sample)) if _images_read(tokenizer) else row
+
+
+def _images_read(tokenizer: PreTrainedTokenizerBase | None) -> tuple[str, ...]:
+    """Return the columns with images, if the model reads them."""
+    return IMAGE_COLUMNS if tokenizer is not None and tokenizer in READERS else ()
 
 
 def _cell(row: Mapping[str, Any], name: str, what: str) -> Any:
@@ -370,8 +427,18 @@ def _turns(columns: Row, turns: list[Any], what: str) -> Row:
     return {**columns, "turns": turns, "outputs": [len(turns) == 1 or i % 2 == 1 for i in range(len(turns))]}
 
 
-def _spans(columns: Row, spans: list[tuple[str, bool]]) -> Row:
-    return {**columns, "turns": [text for text, _ in spans], "outputs": [is_output for _, is_output in spans]}
+def _spans(columns: Row, *samples: list[tuple[str, bool]]) -> Row:
+    """Return the last of ``samples`` as a row, which has the others as a list in ``"apart"``."""
+    *others, row = [
+        {**columns, "turns": [text for text, _ in spans], "outputs": [is_output for _, is_output in spans]}
+        for spans in samples
+    ]
+    return {**row, "apart": others} if others else row
+
+
+def taken_apart(row: Row) -> list[Row]:
+    """Return a row of `sample_rows` as the rows that are trained on: those in ``"apart"``, and the rest of it."""
+    return [*row.get("apart", ()), {key: value for key, value in row.items() if key != "apart"}]
 
 
 # ------------------------------------------------------------------------------------------- what is not rendered
@@ -383,14 +450,14 @@ def unrendered(row: Any, tokenizer: PreTrainedTokenizerBase, what: str) -> list[
     They are ``tools``, or keys of messages; see `Chat.unrendered`. The row is one that has been read without an error.
     """
     if is_conversation(row):
-        return Chat(tokenizer, {}, what).unrendered(row)
+        return Chat(tokenizer, {}, what).unrendered(row, first=0)
     if not isinstance(row, Mapping):
         return []
     sides = ("chosen", "rejected") if "chosen" in row else columns_read(row)[-1:]
     talks = [row[name] for name in sides or ("prompt",) if is_conversation(row.get(name))]
     asked = row.get("prompt") if sides and is_conversation(row.get("prompt")) else ()
-    chat = Chat(tokenizer, row, what)
-    return [*dict.fromkeys(name for talk in talks for name in chat.unrendered([*(asked or ()), *talk]))]
+    chat, first = Chat(tokenizer, row, what), len(asked or ()) if sides else None
+    return [*dict.fromkeys(name for talk in talks for name in chat.unrendered([*(asked or ()), *talk], first))]
 
 
 # ------------------------------------------------------------------------------------------------------------ pairs
@@ -445,7 +512,8 @@ def preference_row(
         raise _wrong(sample, "pair", what)
     prompt, sides = sample.get("prompt"), [sample["chosen"], sample["rejected"]]
     talk = is_conversation(sides[0])
-    check_columns(sample, ("prompt", "chosen", "rejected", *(SETTINGS if talk else ()), *columns), what)
+    read = (*(SETTINGS if talk else ()), *_images_read(tokenizer), *columns)
+    check_columns(sample, ("prompt", "chosen", "rejected", *read), what)
     _check_alike(what, *([] if form == "implicit preference" else [prompt]), *sides)
     if sides[0] == sides[1]:
         raise EqualSidesError(f"{what} has the same text as chosen and as rejected, which is no preference; remove it")
@@ -454,9 +522,13 @@ def preference_row(
         if not at:
             raise DataError(f"{what}: chosen and rejected have no common beginning; give their prompt as a column")
         prompt, sides = sides[0][:at], [side[at:] for side in sides]
+    images = given_images(sample) if _images_read(tokenizer) else []
     if talk:
-        prompt, sides = Chat(tokenizer, sample, what, ends=ends).outputs(prompt, *sides)
+        chat, asked = Chat(tokenizer, sample, what, ends=ends), prompt
+        prompt, sides = chat.outputs(asked, *sides)
+        images = chat.images(asked) if chat.reads_images else images
     row = {**sample, "prompt": prompt, "chosen": sides[0], "rejected": sides[1]}
+    row = with_images(row, images) if images else row
     for name in ("prompt", "chosen", "rejected"):
         check_text(row[name], f"{what}: {name}")
     return row

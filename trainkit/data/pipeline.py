@@ -358,6 +358,10 @@ class EqualSidesError(DataError):
     """The sides of a pair are the same, as text, as tokens, or after truncation, so that it shows no preference."""
 
 
+class NoOutputError(DataError):
+    """Truncation leaves nothing of a sample's outputs."""
+
+
 def encode_pair(
     tokenizer: PreTrainedTokenizerBase,
     row: Row,
@@ -619,11 +623,11 @@ def cut_sample(
     """Return the first ``limit`` tokens of a sample, or BOS and the last ones if the tokenizer truncates on the left.
 
     Raises:
-        DataError: no response token is left.
+        NoOutputError: no response token is left.
     """
     ids, chosen = _cut(tokenizer, ids, chosen, limit)
     if not any(chosen):
-        raise DataError(
+        raise NoOutputError(
             f"{what} has no output within the first {limit} tokens; shorten its prompt, raise train.seq_length, or set "
             "the tokenizer's truncation_side to 'left'"
         )

@@ -112,9 +112,10 @@ class RolloutStore(Generic[B]):
     def export(self, path: str | Path) -> None:
         """Write one JSON line per row: every tensor of the row as nested lists, under its dotted name.
 
-        Hidden states (three dimensions) are omitted: they can be recomputed from the rest, and are large.
+        Hidden states (three dimensions) and images are omitted: they can be made again, and are large.
         """
         flat = {name: tensor for name, tensor in self.experience.flatten().items() if tensor.dim() < 3}
+        flat = {name: tensor for name, tensor in flat.items() if "images" not in name.split(".")}
         with Path(path).open("w", encoding="utf-8") as file:
             for row in range(len(self)):
                 record: dict[str, Any] = {name: tensor[row].tolist() for name, tensor in flat.items()}

@@ -3,6 +3,9 @@
 from trainkit.models.adapters import adapter_config, has_adapter, make_peft_config, with_adapter, without_adapter
 from trainkit.models.backend import use_fast_exact_matmul
 from trainkit.models.critic import ValueBranch
+from trainkit.models.fitting import cache_bytes
+from trainkit.models.images import image_inputs, image_token
+from trainkit.models.joined import different_prompts
 from trainkit.models.loading import (
     check_adapter_dropout,
     context_length,
@@ -50,12 +53,16 @@ __all__ = [
     "ValueHead",
     "adapter_config",
     "arguments_of_today",
+    "cache_bytes",
     "check_adapter_dropout",
     "check_packing",
     "context_length",
     "create_reference_model",
+    "different_prompts",
     "disable_dropout",
     "has_adapter",
+    "image_inputs",
+    "image_token",
     "in_chunks",
     "load_heads",
     "load_model",

@@ -458,7 +458,7 @@ def merge_adapter(model: PreTrainedModel, path: str | Path, **hub: Any) -> PreTr
         if getattr(model, "is_quantized", False):
             log.warning(
                 "the adapter %s is merged into its base model, whose weights are dequantised for it to %s; to train on "
-                "quantised weights, merge it into a directory (trainkit merge) and give that",
+                "quantised weights, merge it into a directory (trainkit export) and give that",
                 path,
                 model.dtype,
             )

@@ -59,9 +59,7 @@ def use_fast_exact_matmul(device: torch.device, *, one_library: bool = False) ->
     if (device.type != "cpu" or one_library) and _set_here and chosen == "medium":
         torch.set_float32_matmul_precision("highest")
         _set_here = False
-    from transformers import AttentionInterface
-
-    AttentionInterface.register("sdpa", _registered)
+    register_attention()
     if device.type != "cpu" or one_library or chosen == "high":
         return False
     exact = _medium_is_exact()
@@ -261,11 +259,11 @@ class _Precision(torch.autograd.Function):
 
 
 def _attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args: Any, **kwargs: Any
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Compute transformers' SDPA attention, with the products of the default library, in `dtype_of_attention`.
 
-    A model that is given ``joined``, a `JoinedRows`, attends as its texts do.
+    A model that is given ``joined``, `JoinedRows` or `FilledColumns`, attends as its texts do.
     """
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward  # all of transformers
 
@@ -279,13 +277,14 @@ def _attention(
         if (joined := kwargs.get("joined")) is not None:
             known = {name: kwargs[name] for name in ("scaling", "dropout", "sliding_window") if name in kwargs}
             return attend_joined(query, key, value, joined, **known)
-        return sdpa_attention_forward(module, query, key, value, mask, *args, **kwargs)[0]
+        return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)[0]
 
     if usual == dtype_of_attention(query):
         if "joined" in kwargs:  # autocast casts for torch's own function; rotary positions have made them float32
             query, key, value = query.to(usual), key.to(usual), value.to(usual)
         return by_default_library(attend, query, key, value), None
-    mask, kwargs = _wide(mask), {name: _wide(value) for name, value in kwargs.items()}  # one may be a bias of positions
+    attention_mask = _wide(attention_mask)
+    kwargs = {name: _wide(value) for name, value in kwargs.items()}  # one may be a bias of positions
     with torch.autocast(query.device.type, enabled=False):
         return by_default_library(attend, query.float(), key.float(), value.float()).to(usual), None
 
@@ -296,10 +295,15 @@ _registered = _attention
 def keep_attention_uncompiled() -> None:
     """Let compiled code call the attention, and not contain it. It holds for the whole process."""
     global _registered
-    from transformers import AttentionInterface
-
     if _registered is _attention:
         _registered = torch.compiler.disable(_attention)
+    register_attention()
+
+
+def register_attention() -> None:
+    """Let models with transformers' attention `sdpa` use the one of this module. It holds for the whole process."""
+    from transformers import AttentionInterface
+
     AttentionInterface.register("sdpa", _registered)
 
 

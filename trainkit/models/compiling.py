@@ -1,4 +1,4 @@
-"""Compiled models: `torch.compile` of a model's blocks, one at a time, and of its head, with lengths that vary."""
+"""Compiled models: `torch.compile` of a model's blocks, one at a time, with lengths that vary."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch import Tensor
 from trainkit.data import Sequences
 from trainkit.models.backend import keep_attention_uncompiled
 from trainkit.models.fitting import first_line
-from trainkit.models.head import EAGER, Folds, reads_in_blocks
-from trainkit.models.policy import Policy, hidden_states, inputs_of
+from trainkit.models.policy import hidden_states, inputs_of
 from trainkit.models.prompts import equal_but_for_rounding, with_gradient
 from trainkit.models.trunk import find_blocks
 
@@ -57,36 +56,6 @@ def compile_blocks(model: PreTrainedModel) -> str | None:
         for block in blocks:
             block._compiled_call_impl = None
         return f"compiled blocks of {name} give {fault}"
-    return None
-
-
-def compile_head(policy: Policy) -> str | None:
-    """Compile what a policy computes of blocks of logits; return why it stays as it is, None if it is compiled.
-
-    Numbers and gradients are compared as in `compile_blocks`. A head that is not read in blocks stays as it is.
-    """
-    head: Any = policy.model.get_output_embeddings()
-    states = torch.linspace(-1, 1, 3 * head.weight.size(1), device=head.weight.device).view(3, -1).to(head.weight.dtype)
-    tokens = torch.arange(3, device=states.device)
-    if not (policy.head_alone and reads_in_blocks(head, states)):
-        return None
-
-    def numbers() -> tuple[Tensor, ...]:
-        inputs = states.clone().requires_grad_()
-        with torch.enable_grad():
-            logprobs, entropies = policy.read_head(head, inputs, tokens, tokens, entropy=True)
-            logprobs = logprobs.masked_fill(logprobs == -torch.inf, 0.0)  # of tokens that are not allowed
-            (gradient,) = torch.autograd.grad((logprobs + entropies).sum(), inputs)
-        return logprobs.detach(), entropies.detach(), gradient
-
-    def compile_all() -> None:
-        compiled: list[Any] = [torch.compile(each, dynamic=True, backend=BACKEND) for each in EAGER]
-        policy.folds = Folds(*compiled)
-
-    fault = _fault(numbers, compile_all)
-    if fault is not None:
-        policy.folds = EAGER
-        return f"the compiled head of {type(policy.model).__name__} gives {fault}"
     return None
 
 

@@ -41,11 +41,8 @@ class Critic(nn.Module):
         """Return a new value head."""
         return ValueHead(self.width)
 
-    def states(self, run: Callable[[], Any], inputs: Inputs, trunk: Tensor | None) -> tuple[Any, Tensor]:
-        """Return what ``run`` returns, which runs the policy on ``inputs``, and the critic's states [B, T, D].
-
-        ``trunk`` is the output of the policy's frozen layers, if it is known.
-        """
+    def states(self, run: Callable[[], Any], inputs: Inputs) -> tuple[Any, Tensor]:
+        """Return what ``run`` returns, which runs the policy on ``inputs``, and the critic's states [B, T, D]."""
         return run(), self.body(**inputs).last_hidden_state
 
 
@@ -118,7 +115,7 @@ class ValueBranch(Critic):
         try:
             expected = model.base_model(**inputs).last_hidden_state
             self.tuples = isinstance(outputs[0], tuple)
-            same = torch.equal(expected, self.states(lambda: model.base_model(**inputs), inputs, None)[1])
+            same = torch.equal(expected, self.states(lambda: model.base_model(**inputs), inputs)[1])
         except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
             raise ConfigError(f"the upper layers of {type(model).__name__} cannot be run alone: {error}") from error
         finally:
@@ -130,9 +127,9 @@ class ValueBranch(Critic):
                 "critic can have none of its own; give 0, or a model"
             )
 
-    def states(self, run: Callable[[], Any], inputs: Inputs, trunk: Tensor | None) -> tuple[Any, Tensor]:
+    def states(self, run: Callable[[], Any], inputs: Inputs) -> tuple[Any, Tensor]:
         """Return what ``run`` returns, and the critic's states [B, T, D]."""
-        seen: list[Tensor] = [] if trunk is None else [trunk]
+        seen: list[Tensor] = []
         place, blocks = find_blocks(self.body), self.below[0]
         assert place is not None
         handle = blocks[self.depth - 1].register_forward_hook(lambda _, __, output: seen.append(first(output)))

@@ -76,14 +76,19 @@ def tokens_that_fit(config: Any, room: float, *, low: bool, recomputes: bool | s
 
 def rows_that_fit(model: Any, tokens: int) -> int | None:
     """Return for how many rows of so many tokens there is memory for keys and values; None if that is not known."""
-    text, memory = model.config.get_text_config(), memory_of(model.device)
+    memory, dtype = memory_of(model.device), autocast_dtype(model.device.type) or model.dtype
+    token = cache_bytes(model.config, dtype)
+    return None if memory is None or token is None else max(int(CACHE * memory / (token * tokens)), 1)
+
+
+def cache_bytes(config: Any, dtype: torch.dtype) -> int | None:
+    """Return the bytes of the keys and values of a token; None if the configuration does not say."""
+    text = config.get_text_config()
     heads, layers = getattr(text, "num_attention_heads", None), getattr(text, "num_hidden_layers", None)
-    if memory is None or not heads or not layers:
+    if not heads or not layers:
         return None
     kept, size = getattr(text, "num_key_value_heads", None) or heads, getattr(text, "head_dim", None)
-    number = 2 * layers * kept * (size or text.hidden_size // heads)
-    bits = autocast_dtype(model.device.type) or model.dtype
-    return max(int(CACHE * memory / (number * bits.itemsize * tokens)), 1)
+    return 2 * int(layers) * int(kept) * int(size or text.hidden_size // heads) * dtype.itemsize
 
 
 class Holder(Protocol):

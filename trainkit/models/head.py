@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +13,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from trainkit.models.backend import autocast_dtype
+from trainkit.models.fitting import first_line
 from trainkit.models.stored import StoredLinear
+
+log = logging.getLogger(__name__)
 
 BLOCK = 2**22
 """The number of logits of a block on CPUs: 16 MB in float32."""
@@ -21,6 +26,9 @@ ALIGNED = 256
 """Blocks have a multiple of this width: an accelerator's kernels for other widths take twice as long."""
 KEPT = 2**23
 """The largest number of logits that are kept for the backward pass on CPUs; others are computed again."""
+
+KERNELS = frozenset({"cuda"})
+"""The types of devices on which the kernels of `trainkit.models.kernels` are used."""
 
 
 def at_a_time(count: int, device: torch.device) -> int:
@@ -102,13 +110,55 @@ def _unfold(
 
 
 class Folds(NamedTuple):
-    """What is computed of a block of logits, which `trainkit.models.compiling` compiles."""
+    """What is computed of a block of logits."""
 
     fold: Callable[..., tuple[_Sums, Tensor | None]]
     unfold: Callable[..., Tensor]
 
 
 EAGER = Folds(_fold, _unfold)
+
+
+@cache
+def kernels_on(kind: str) -> Any:
+    """Return `trainkit.models.kernels` if they run on a type of device and give torch's numbers, else None."""
+    if kind not in KERNELS:
+        return None
+    try:
+        from trainkit.models import kernels
+
+        _compare(kernels, torch.device(kind))
+    except Exception as error:  # of Triton's compiler, which raises whatever it meets
+        log.warning(
+            "Triton's kernels for logits are not used (%s: %s); torch's operations are, which are slower",
+            type(error).__name__,
+            first_line(error),
+        )
+        return None
+    return kernels
+
+
+def _compare(kernels: Any, device: torch.device) -> None:
+    """Compare kernels with torch's operations on a small input.
+
+    Raises:
+        AssertionError: their numbers differ.
+    """
+    logits = torch.linspace(-3, 3, 3 * 300, device=device).sin().mul(4).view(3, 300)
+    allowed, at = torch.arange(300, device=device) % 3 > 0, torch.tensor([1, 299, 500], device=device)
+    zeros, ones = torch.zeros(3, device=device), torch.ones(3, device=device)
+    sums, results = _Sums(torch.full_like(zeros, -torch.inf), zeros, zeros, zeros), []
+    for folds in (EAGER, kernels):
+        new, _ = folds.fold(logits.bfloat16(), allowed, at, sums, 0.7, True, False)
+        known = new.top + new.total.log(), new.total.log() - new.mean / new.total
+        results.append((new, folds.unfold(logits.bfloat16(), allowed, at, known, (ones, ones), 0.7, False).bfloat16()))
+    torch.testing.assert_close(results[1], results[0])
+    weights = torch.where(allowed, logits / 0.7, -torch.inf).softmax(-1)
+    tokens = torch.tensor([1, 299, 100], device=device)
+    draws = (weights.cumsum(-1) - weights / 2).gather(1, tokens.unsqueeze(1)).squeeze(1)
+    chosen, logprobs, entropies = kernels.choose(logits, draws, 0.7, 300, allowed, tokens)
+    expected = weights.gather(1, tokens.unsqueeze(1)).squeeze(1).log(), -torch.xlogy(weights, weights).sum(-1)
+    torch.testing.assert_close((chosen, logprobs, entropies), (tokens, *expected), rtol=1e-4, atol=1e-5)
 
 
 def reads_in_blocks(head: Any, states: Tensor) -> bool:
@@ -146,7 +196,6 @@ def read_head(
     logit_mask: Tensor | None = None,
     vocabulary: int | None = None,
     entropy: bool = False,
-    folds: Folds = EAGER,
 ) -> tuple[Tensor, Tensor]:
     """Return log softmax(logits / temperature) of tokens, and entropies if asked for, otherwise an empty tensor.
 
@@ -163,7 +212,6 @@ def read_head(
         logit_mask: bool [V] or [V, V], True = allowed; of the first ``vocabulary`` tokens.
         vocabulary: how many tokens have a probability; None: all of the head's. The others are not computed.
         entropy: whether to compute entropies.
-        folds: what is computed of each block.
 
     Returns:
         Two tensors in float32, or in float64 for states in it: [N], and [N] or [0].
@@ -173,9 +221,9 @@ def read_head(
     if vocabulary is not None and vocabulary < len(weight):
         weight, bias = weight[:vocabulary], None if bias is None else bias[:vocabulary]
     arguments = (states, weight, bias, tokens, previous, logit_mask, temperature, entropy)
-    if folds is EAGER and len(states) * len(weight) <= at_a_time(BLOCK, states.device):
+    if len(states) * len(weight) <= at_a_time(BLOCK, states.device):
         return _read_at_once(*arguments)
-    logprobs, entropies = _Read.apply(*arguments, folds)  # type: ignore[no-untyped-call]
+    logprobs, entropies = _Read.apply(*arguments)  # type: ignore[no-untyped-call]
     return logprobs, entropies
 
 
@@ -214,13 +262,13 @@ class _Read(torch.autograd.Function):
         mask: Tensor | None,
         temperature: float,
         entropy: bool,
-        folds: Folds,
     ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies [N]; the sums over the vocabulary are updated block by block."""
         ctx.types = (states.dtype, dtype := _product_dtype(states))
         states = states.to(dtype)
         zeros = states.new_zeros(len(states), dtype=torch.promote_types(dtype, torch.float32))
         sums = _Sums(torch.full_like(zeros, -torch.inf), zeros, zeros, zeros)
+        folds = (None if zeros.dtype == torch.float64 else kernels_on(states.device.type)) or EAGER
         ctx.mask, ctx.temperature, ctx.folds, kept = mask, temperature, folds, []
         keeps = any(ctx.needs_input_grad) and states.device.type == "cpu" and len(states) * len(weight) <= KEPT
         for columns in _blocks(states, weight):
@@ -246,7 +294,7 @@ class _Read(torch.autograd.Function):
             allowed, at = _allowed(ctx.mask, previous, columns), tokens - columns.start
             grad = ctx.folds.unfold(product, allowed, at, (norms, entropies), grads, ctx.temperature, bool(kept))
             if for_bias is not None:
-                torch.sum(grad, 0, out=for_bias[columns])
+                torch.sum(grad, 0, dtype=sums, out=for_bias[columns])
             grad = grad.to(dtype)
             if for_states is not None:
                 part = weight[columns].to(dtype)
@@ -255,7 +303,7 @@ class _Read(torch.autograd.Function):
                 out = for_weight[columns]
                 torch.mm(grad.t(), states, out=out) if sums == dtype else out.copy_(_product(grad.t(), states, sums))
         for_states = None if for_states is None else for_states.to(returned)
-        return for_states, for_weight, for_bias, None, None, None, None, None, None
+        return for_states, for_weight, for_bias, None, None, None, None, None
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
@@ -34,6 +34,8 @@ class JoinedRows:
     """The same of the keys: int32 [S + 1]."""
     key_index: Tensor | None
     """The token of each key [K]; None: the keys are the tokens."""
+    places: tuple[Tensor, Tensor]
+    """The row and the column of each token [N] each; of a shared prompt in the first of its rows."""
     read: Tensor
     """The states in which the chosen tokens were chosen, row after row, as indices of the tokens."""
 
@@ -53,16 +55,19 @@ class JoinedRows:
 
     def inputs(self) -> dict[str, Any]:
         """Return the inputs of a model: one row [1, N], and this layout for `attend`."""
-        # transformers takes a mask of four dimensions as it is, and makes none [1, 1, N, N]; `attend` ignores it
-        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.ids.device)
         row = {"input_ids": self.ids.unsqueeze(0), "position_ids": self.positions.unsqueeze(0)}
-        return {**row, "attention_mask": mask, "use_cache": False, "joined": self}
+        return {**row, "attention_mask": no_mask(self.ids.device), "use_cache": False, "joined": self}
 
     @cached_property
     def spans(self) -> list[tuple[slice, slice]]:
         """The queries and the keys of each text."""
         ends = zip(pairwise(self.queries.tolist()), pairwise(self.keys.tolist()), strict=True)
         return [(slice(*queries), slice(*keys)) for queries, keys in ends]
+
+    @cached_property
+    def blocks(self) -> dict[int | None, Any]:
+        """Masks of FlexAttention, by the width of the window, for all layers of a pass."""
+        return {}
 
     @cached_property
     def longest(self) -> tuple[int, int]:
@@ -72,26 +77,53 @@ class JoinedRows:
         return queries, keys
 
 
+@dataclass(frozen=True)
+class FilledColumns:
+    """Of each of b rows of a cache with W columns, the columns that are filled; the last is that of the one query."""
+
+    begins: Tensor
+    """The first column of each row [b]."""
+    counts: Tensor
+    """The number of columns of each row [b]."""
+
+    def mask(self, width: int, window: int | None) -> Tensor:
+        """Return which of ``width`` columns each query attends to: bool [b, 1, 1, W]."""
+        ends = (self.begins + self.counts).unsqueeze(1)
+        first = self.begins.unsqueeze(1) if window is None else torch.maximum(self.begins.unsqueeze(1), ends - window)
+        columns = torch.arange(width, device=ends.device)
+        return ((columns >= first) & (columns < ends))[:, None, None]
+
+
+def no_mask(device: torch.device) -> Tensor:
+    """Return a mask that transformers takes as it is, for it has four dimensions; `attend` ignores it."""
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+
+
 def _separate(sequences: Sequences, needed: Tensor, chosen: Tensor) -> JoinedRows:
-    rows = torch.arange(len(sequences), device=needed.device).unsqueeze(1).expand_as(needed)[needed]
+    rows, columns = needed.nonzero(as_tuple=True)
+    places = rows, columns
     begins = F.pad(rows.diff() != 0, (1, 0), value=True)
     if sequences.segments is not None:
-        begins |= F.pad(sequences.segments[needed].diff() != 0, (1, 0), value=True)
+        begins |= F.pad(sequences.segments[places].diff() != 0, (1, 0), value=True)
     ends = F.pad(begins.nonzero().squeeze(1), (0, 1), value=len(rows)).int()
     return JoinedRows(
-        ids=sequences.input_ids[needed],
-        positions=sequences.position_ids[needed],
+        ids=sequences.input_ids[places],
+        positions=sequences.position_ids[places],
         queries=ends,
         keys=ends,
         key_index=None,
+        places=places,
         read=_places(needed)[:, :-1][chosen[:, 1:]],
     )
 
 
 def _with_prompts(sequences: Sequences, needed: Tensor, chosen: Tensor) -> JoinedRows:
     unique, of = different_prompts(sequences)
-    real = unique >= 0
-    lengths = real.sum(1)  # [G]
+    every = torch.arange(len(of), device=of.device)
+    none = every.new_full((len(unique),), len(of))
+    source = none.scatter_reduce(0, of, every, "amin")  # the first row of each prompt
+    in_source, columns = sequences.prompt_mask[source].nonzero(as_tuple=True)
+    lengths = sequences.prompt_mask[source].sum(1)  # [G]
     first = lengths.cumsum(0) - lengths  # the first token of each prompt
     own = needed & ~sequences.prompt_mask
     follows = own.sum(1)  # [B]
@@ -104,24 +136,31 @@ def _with_prompts(sequences: Sequences, needed: Tensor, chosen: Tensor) -> Joine
     column = torch.arange(len(text), device=keys.device) - ends_of_keys[text]
     common, begin = F.pad(before, (len(lengths), 0)), torch.cat([first, first[of][some]])
     in_prompt = column < common[text]
-    places = _places(own) + lengths.sum()
+    rows, after = own.nonzero(as_tuple=True)
+    places = torch.cat([source[in_source], rows]), torch.cat([columns, after])
+    in_rows = _places(own) + lengths.sum()
     in_prompts = first[of].unsqueeze(1) + sequences.position_ids
-    columns = torch.arange(unique.size(1), device=unique.device).expand_as(unique)
     return JoinedRows(
-        ids=torch.cat([unique[real], sequences.input_ids[own]]),
-        positions=torch.cat([columns[real], sequences.position_ids[own]]),
+        ids=sequences.input_ids[places],
+        positions=sequences.position_ids[places],
         queries=ends,
         keys=ends_of_keys,
         key_index=torch.where(in_prompt, begin[text] + column, ends[text] + column - common[text]),
-        read=torch.where(sequences.prompt_mask, in_prompts, places)[:, :-1][chosen[:, 1:]],
+        places=places,
+        read=torch.where(sequences.prompt_mask, in_prompts, in_rows)[:, :-1][chosen[:, 1:]],
     )
 
 
 def different_prompts(sequences: Sequences) -> tuple[Tensor, Tensor]:
-    """Return the different prompts of rows, -1 in the padding at their right [G, P], and the prompt of each row [B]."""
+    """Return the different prompts of rows, -1 in the padding at their right [G, P], and the prompt of each row [B].
+
+    Those of rows with images have the number of these, in `Images.of`, in a further column.
+    """
     width, total = int(sequences.prompt_mask.sum(1).max()), sequences.input_ids.size(1)
     columns = begins(sequences) + torch.arange(width, device=sequences.input_ids.device)
     ids = sequences.prompt_ids.gather(1, columns.clamp(max=total - 1)).masked_fill(columns >= total, -1)
+    if sequences.images is not None:
+        ids = torch.cat([ids, sequences.images.of.unsqueeze(1)], 1)
     unique, of = torch.unique(ids, dim=0, return_inverse=True)
     return unique, of
 
@@ -143,13 +182,15 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    joined: JoinedRows,
+    joined: JoinedRows | FilledColumns,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
 ) -> Tensor:
     """Return causal attention within each text. [1, H, N, D], [1, K, N, D], [1, K, N, D] -> [1, N, H, D].
+
+    To filled columns of a cache it is [b, H, 1, D], [b, K, W, D], [b, K, W, D] -> [b, 1, H, D].
 
     Args:
         query: of all tokens.
@@ -160,10 +201,16 @@ def attend(
         dropout: the probability with which weights are set to 0.
         sliding_window: to how many tokens, itself included, a token attends at most; None: to all before it.
     """
+    if isinstance(joined, FilledColumns):
+        return _to_filled(query, key, value, joined, scaling, dropout, sliding_window)
     if joined.key_index is not None:
         key, value = key[:, :, joined.key_index], value[:, :, joined.key_index]
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not dropout:
-        return _by_kernel(query, key, value, joined, scaling, sliding_window)
+    if _has_kernel(query, dropout) and not _serves(query, sliding_window):
+        return _by_flex(query, key, value, joined, scaling, sliding_window)
+    if _has_kernel(query, dropout):
+        query, key, value = (each[0].transpose(0, 1).contiguous() for each in (query, key, value))
+        ends = joined.queries, joined.keys
+        return _by_kernel(query, key, value, *ends, joined.longest, scaling, sliding_window).unsqueeze(0)
     texts = [
         F.scaled_dot_product_attention(
             query[:, :, queries],
@@ -179,6 +226,26 @@ def attend(
     return torch.cat(texts, 2).transpose(1, 2).contiguous()
 
 
+def _to_filled(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    filled: FilledColumns,
+    scaling: float | None,
+    dropout: float,
+    width: int | None,
+) -> Tensor:
+    rows, heads, _, size = query.shape
+    if _has_kernel(query, dropout) and _serves(query, width) and "seqused_k" in _kernel()[1]:
+        columns, places = key.size(2), torch.arange(rows + 1, dtype=torch.int32, device=query.device)
+        query, key, value = (each.transpose(1, 2).reshape(-1, *each.shape[1::2]) for each in (query, key, value))
+        begins, used = F.pad(filled.begins, (0, 1)).int() + places * columns, filled.counts.int()
+        return _by_kernel(query, key, value, places, begins, (1, columns), scaling, width, seqused_k=used).unsqueeze(1)
+    query = query.reshape(rows, key.size(1), -1, size)  # the queries that share keys as those of several tokens
+    found = F.scaled_dot_product_attention(query, key, value, filled.mask(key.size(2), width), dropout, scale=scaling)
+    return found.reshape(rows, 1, heads, -1)
+
+
 def _window(queries: slice, keys: slice, width: int | None, device: torch.device) -> Tensor:
     """Return the mask of a text, of whose keys the last ones are those of its queries: bool [queries, keys]."""
     tokens, all_keys = queries.stop - queries.start, keys.stop - keys.start
@@ -186,28 +253,81 @@ def _window(queries: slice, keys: slice, width: int | None, device: torch.device
     return mask if width is None else mask.triu(all_keys - tokens - width + 1)
 
 
-@cache
-def _kernel() -> tuple[Callable[..., Any], bool, bool]:
-    """Return torch's attention of texts of any lengths, whether it has windows, and whether it has grouped queries."""
-    from torch.nn.attention.varlen import varlen_attn
+def _has_kernel(query: Tensor, dropout: float) -> bool:
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not dropout
 
-    parameters = inspect.signature(varlen_attn).parameters
-    return varlen_attn, "window_size" in parameters, "enable_gqa" in parameters
+
+def _serves(query: Tensor, width: int | None) -> bool:
+    """Return whether torch's kernel for texts of any lengths has heads of this size, and windows if there are some."""
+    size, (kernel, has) = query.size(-1), _kernel()
+    return kernel is not None and size <= 256 and size % 8 == 0 and (width is None or "window_size" in has)
+
+
+def _by_flex(
+    query: Tensor, key: Tensor, value: Tensor, joined: JoinedRows, scaling: float | None, width: int | None
+) -> Tensor:
+    """Return attention as FlexAttention computes it, compiled where it can be. [1, *, N, D] each -> [1, N, H, D]."""
+    attention, make_mask = _flex(query.is_cuda)
+    if width not in joined.blocks:  # one for all layers
+        left, right = (_to_the_end(ends, each.size(2)) for ends, each in ((joined.queries, query), (joined.keys, key)))
+
+        def attends(_: Tensor, __: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            behind = right[1][k] - left[1][q]
+            near = behind >= 0 if width is None else (behind >= 0) & (behind < width)
+            return near & (right[0][k] == left[0][q])
+
+        joined.blocks[width] = make_mask(attends, None, None, query.size(2), key.size(2), device=query.device)
+    grouped = query.size(1) != key.size(1)
+    found: Tensor = attention(query, key, value, block_mask=joined.blocks[width], scale=scaling, enable_gqa=grouped)
+    return found.transpose(1, 2).contiguous()
+
+
+@cache
+def _flex(compiled: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return FlexAttention, and what makes its masks; without compiling both hold all scores of a head at a time."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    if not compiled:
+        return flex_attention, create_block_mask
+    return torch.compile(flex_attention, dynamic=True), torch.compile(create_block_mask, dynamic=True)
+
+
+def _to_the_end(ends: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return of each of ``count`` tokens its text, and how many tokens of the text are at or behind it; [N] each."""
+    text = torch.repeat_interleave(ends.diff(), output_size=count)
+    return text, ends[1:][text] - torch.arange(count, device=ends.device)
+
+
+@cache
+def _kernel() -> tuple[Any, Collection[str]]:
+    """Return torch's attention of texts of any lengths, and the names of its parameters; None where it is missing."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None, ()
+    return varlen_attn, inspect.signature(varlen_attn).parameters.keys()
 
 
 def _by_kernel(
-    query: Tensor, key: Tensor, value: Tensor, joined: JoinedRows, scaling: float | None, width: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    longest: tuple[int, int],
+    scaling: float | None,
+    width: int | None,
+    **more: Any,
 ) -> Tensor:
-    kernel, has_windows, has_groups = _kernel()
+    """Return attention as torch's kernel does it. [N, H, D], [K, *, D], [K, *, D] -> [N, H, D]."""
+    kernel, has = _kernel()
     groups = query.size(1) // key.size(1)
-    if groups > 1 and not has_groups:
+    if groups > 1 and "enable_gqa" not in has:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    if width is not None and not has_windows:
-        raise NotImplementedError("torch's kernel for texts of any lengths has no windows here")
-    left = -1 if width is None else width - 1
-    causal: dict[str, Any] = {"window_size": (left, 0)} if has_windows else {"is_causal": True}
-    if groups > 1 and has_groups:
-        causal["enable_gqa"] = True
-    columns = (each[0].transpose(0, 1).contiguous() for each in (query, key, value))
-    found: Tensor = kernel(*columns, joined.queries, joined.keys, *joined.longest, scale=scaling, **causal)
-    return found.unsqueeze(0)
+    causal = longest[0] > 1  # the last key is that of the last query; without a window, groups share what is read
+    window = -1 if width is None else width - 1, 0 if causal else -1
+    more |= {"window_size": window} if "window_size" in has else {"is_causal": causal}
+    if groups > 1 and "enable_gqa" in has:
+        more["enable_gqa"] = True
+    found: Tensor = kernel(query, key, value, queries, keys, *longest, scale=scaling, **more)
+    return found

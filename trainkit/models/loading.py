@@ -16,16 +16,20 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
+    AutoProcessor,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
+    ProcessorMixin,
 )
 
 from trainkit.config import ModelConfig, TRLConfig, absent, unknown_advice
 from trainkit.data.chat import read_template
+from trainkit.data.images import READERS, ImageReader
 from trainkit.errors import ConfigError, DataError, describe, suggest
 from trainkit.models.adapters import (
     HUB,
@@ -39,6 +43,7 @@ from trainkit.models.adapters import (
     load_adapter,
     make_peft_config,
 )
+from trainkit.models.images import reads_images
 from trainkit.models.policy import CausalPolicy, Policy
 from trainkit.models.seq2seq import Seq2SeqPolicy
 from trainkit.models.trunk import depth_of, freeze_below
@@ -87,6 +92,9 @@ def load_model(config: ModelConfig, model: PreTrainedModel | None = None) -> Pre
         raise ConfigError(
             "the live model has no trainable parameters; load its adapter with is_trainable=True, or unfreeze some"
         )
+    if config.freeze_vision:
+        tower: Any = model.get_encoder(modality="image")
+        tower.requires_grad_(False)
     if config.disable_dropout:
         disable_dropout(model if live is None else live)  # a wrapper's heads have dropout too
     model.eval()
@@ -207,7 +215,9 @@ def auto_class(config: PreTrainedConfig) -> Any:
     """Return transformers' ``AutoModelFor...`` class for the kind of model that the config describes."""
     if is_classifier(config):
         return AutoModelForSequenceClassification
-    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    if config.is_encoder_decoder:
+        return AutoModelForSeq2SeqLM
+    return AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
 
 
 def is_classifier(config: PreTrainedConfig) -> bool:
@@ -230,7 +240,7 @@ def make_policy(
 
 
 def _load(config: ModelConfig, key: str = "model.model_path") -> PreTrainedModel:
-    arguments = {"dtype": getattr(torch, config.dtype), **config.kwargs, **trust(config.kwargs)}
+    arguments = {"dtype": getattr(torch, config.dtype or "float32"), **config.kwargs, **trust(config.kwargs)}
     model_config = load_model_config(config, key)
     if not reads_weights():
         arguments = {name: value for name, value in arguments.items() if name not in HUB}
@@ -307,6 +317,11 @@ def check_trainable(config: ModelConfig, model_config: PreTrainedConfig, live: b
             loss is configured and not asked for.
     """
     _check_experts(config, model_config)
+    if config.freeze_vision and not reads_images(model_config):
+        raise ConfigError(
+            f"model.freeze_vision is true, and a model of the kind {model_config.model_type!r} reads no images; remove "
+            "it"
+        )
     depth = depth_of(model_config)
     if depth is not None and config.num_layers_unfrozen > depth:
         raise ConfigError(
@@ -463,13 +478,22 @@ def _fuse_activation(config: PreTrainedConfig) -> list[str]:
     return fields
 
 
-def load_tokenizer(config: TRLConfig[Any], tokenizer: PreTrainedTokenizerBase | None = None) -> PreTrainedTokenizerBase:
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+"""Files of which a directory or repository with a processor has at least one."""
+
+
+def load_tokenizer(config: TRLConfig[Any], tokenizer: Any = None) -> PreTrainedTokenizerBase:
     """Return the live ``tokenizer``, or load the one that ``config`` names; with the chat template that it names.
+
+    If there is a processor, which may be given as the tokenizer, it reads the images of rows (`READERS`).
 
     Raises:
         ConfigError: no tokenizer is given, or it or the chat template cannot be loaded.
         DataError: the tokenizer has no EOS token, so the model cannot learn to end a response.
     """
+    processor = tokenizer if isinstance(tokenizer, ProcessorMixin) else None
+    reader = None if processor is None else ImageReader(processor, urls=config.data.image_urls)
+    tokenizer = tokenizer if processor is None else getattr(processor, "tokenizer", None)
     live = tokenizer is not None
     if tokenizer is None:
         path = config.tokenizer.tokenizer_path or config.model.model_path
@@ -486,15 +510,39 @@ def load_tokenizer(config: TRLConfig[Any], tokenizer: PreTrainedTokenizerBase | 
             key = "model.model_path" if config.tokenizer.tokenizer_path is None else "tokenizer.tokenizer_path"
             raise ConfigError(_cannot_load("tokenizer", key, path, error)) from error
         _forget_secrets(tokenizer)
+        reader = _load_reader(path, config, tokenizer)
     if tokenizer.eos_token_id is None:
         raise DataError(
             f"the tokenizer {type(tokenizer).__name__} has no EOS token, so no response can end; "
             "set tokenizer.kwargs.eos_token, or tokenizer.eos_token = ... on a live one"
         )
     if config.tokenizer.chat_template is not None:
+        reader = reader or READERS.get(tokenizer)
         tokenizer = copy.deepcopy(tokenizer) if live else tokenizer
         tokenizer.chat_template = read_template(config.tokenizer.chat_template)
-    return tokenizer
+    if reader is not None:
+        READERS[tokenizer] = reader
+        tokenizer.chat_template = tokenizer.chat_template or getattr(reader.processor, "chat_template", None)
+    return cast(PreTrainedTokenizerBase, tokenizer)
+
+
+def _load_reader(path: str, config: TRLConfig[Any], tokenizer: PreTrainedTokenizerBase) -> ImageReader | None:
+    """Return what reads images by the processor at a path; None if there is no processor.
+
+    A processor that cannot be loaded, mostly for a package that is missing, is an error where a row has images.
+    """
+    arguments = {**hub_arguments(config.tokenizer.kwargs), **trust(config.tokenizer.kwargs)}
+    if not any(find_file(path, name, hub_arguments(config.tokenizer.kwargs)) for name in PROCESSOR_FILES):
+        return None
+    try:
+        processor = AutoProcessor.from_pretrained(path, **arguments)
+    except Exception as error:  # of any processor
+        return ImageReader(None, f"the processor {path!r} cannot be loaded: {' '.join(str(error).split())}")
+    if not isinstance(processor, ProcessorMixin):  # where a package is missing, transformers loads the tokenizer alone
+        needs = "those of models that read videos, too, need torchvision; install it"
+        return ImageReader(None, f"the processor {path!r} cannot be loaded: {needs}")
+    processor.tokenizer = tokenizer
+    return ImageReader(processor, urls=config.data.image_urls)
 
 
 def _forget_secrets(tokenizer: PreTrainedTokenizerBase) -> None:

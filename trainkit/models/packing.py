@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trainkit.data import Sequences
 from trainkit.errors import ConfigError
+from trainkit.models.images import reads_images
 from trainkit.models.policy import hidden_states, inputs_of
 from trainkit.models.prompts import equal_but_for_rounding, tolerance_for
 from trainkit.models.unloaded import decided, reads_weights
@@ -58,6 +59,8 @@ def _fault(model: PreTrainedModel, vocabulary: int) -> str:
     """Return what is wrong with the model's states of packed rows; an empty string if nothing is."""
     if model.config.is_encoder_decoder:
         return "an encoder-decoder reads prompts and outputs separately"
+    if reads_images(model.config):
+        return "images have positions of their own"
     if virtual_tokens(model) is not None:
         return "virtual tokens are put before a row, not before each of its samples"
     total = 2 * sum(LENGTHS)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainkit.data import Sequences
-from trainkit.data.batches import pass_cost
+from trainkit.data.batches import Images, pass_cost
 from trainkit.errors import ConfigError, PluginError, describe
 from trainkit.functional import (
     allow_logits,
@@ -32,10 +32,11 @@ from trainkit.functional import (
 )
 from trainkit.models.adapters import HEADS, hub_arguments
 from trainkit.models.backend import autocast_dtype
-from trainkit.models.critic import ValueBranch, make_critic
+from trainkit.models.critic import OwnCritic, ValueBranch, make_critic
 from trainkit.models.experts import ExpertBalance
 from trainkit.models.fitting import RowLimit
-from trainkit.models.head import EAGER, Folds, at_a_time, read_head, reads_in_blocks
+from trainkit.models.head import at_a_time, read_head, reads_in_blocks
+from trainkit.models.images import image_inputs
 from trainkit.models.joined import JoinedRows
 from trainkit.models.prompts import SharedPrompts, equal_but_for_rounding, why_not_joined, why_not_shared, with_ends
 from trainkit.models.trunk import Trunk, tiny_input
@@ -156,8 +157,6 @@ class Policy(nn.Module, ABC):
     """Whether the prompt of several rows is run once. It changes results by rounding alone."""
     balance: ExpertBalance | None = None
     """What adds up the loss that balances the experts of a mixture, if the model's config asks for it."""
-    folds: Folds = EAGER
-    """What is computed of blocks of logits; compiled by `trainkit.models.compiling`."""
     joins_rows = False
     """Whether rows are run without padding, as one row (`JoinedRows`). It changes results by rounding alone."""
 
@@ -288,18 +287,10 @@ class Policy(nn.Module, ABC):
 
         The means of the logits [B, T] are added to ``means``, unless it is None.
         """
-        read = partial(self._states, sequences) if means is None else partial(self._states_and_means, sequences, means)
-        if self.critic is None:
-            states = read()
-            return states, states[1]
-        states, own = self.critic.states(read, self._inputs(sequences), sequences.trunk)
-        return states, own[:, :-1][sequences.response_mask[:, 1:]]
-
-    def _states_and_means(self, sequences: Sequences, means: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what `_states` returns, and add the means of the logits [B, T] to ``means``."""
         states = self._states(sequences)
-        means.append(sequences.place(self._mean_logits(states[0])))
-        return states
+        if means is not None:
+            means.append(sequences.place(self._mean_logits(states[0])))
+        return states, states[1]
 
     @torch.no_grad()
     def _mean_logits(self, states: Tensor) -> Tensor:
@@ -315,7 +306,13 @@ class Policy(nn.Module, ABC):
         return found.view(states.shape[:-1])
 
     def _inputs(self, sequences: Sequences) -> dict[str, Any]:
-        return inputs_of(sequences, self.needs_mask)
+        images = self._reads(sequences.input_ids, sequences.attention_mask, sequences.images)
+        return {**inputs_of(sequences, self.needs_mask), **images}
+
+    @property
+    def _reads(self) -> Callable[[Tensor, Tensor, Images | None], dict[str, Tensor]]:
+        """What returns the model's inputs that are made of images."""
+        return partial(image_inputs, self.model)
 
     def _buckets(self, sequences: Sequences) -> list[Tensor]:
         """Return the rows of each forward pass."""
@@ -339,8 +336,9 @@ class Policy(nn.Module, ABC):
         return None if self.one_pass else pass_cost(self.model, sequences.input_ids.device)
 
     def _shares(self, sequences: Sequences) -> bool:
-        """Return whether the prompts of these rows are shared: not in packed rows, nor above a frozen trunk."""
-        return self.shares_prompts and sequences.trunk is None and sequences.segments is None
+        """Return whether the prompts of these rows are run apart and shared: not in packed rows, nor above a trunk."""
+        free = sequences.trunk is None and sequences.segments is None and self.critic is None
+        return self.shares_prompts and free
 
     @torch.no_grad()
     def through_trunk(self, sequences: Sequences) -> Sequences:
@@ -363,27 +361,20 @@ class Policy(nn.Module, ABC):
         states, tokens, previous, _ = inputs
         head: Any = self.model.get_output_embeddings()
         if against is None and self.head_alone and reads_in_blocks(head, states):
-            logprobs, entropies = self.read_head(head, states, tokens, previous, entropy)
+            logprobs, entropies = read_head(
+                head,
+                states,
+                tokens,
+                previous,
+                temperature=self.temperature,
+                logit_mask=self._mask,
+                vocabulary=self.vocabulary,
+                entropy=entropy,
+            )
             return logprobs, entropies, logprobs.new_empty(0)
         read = partial(self._read_chunk, entropy=entropy, against=against)
         logprobs, entropies, divergences = in_chunks(read, self.model.config.get_text_config().vocab_size, *inputs)
         return logprobs, entropies, divergences
-
-    def read_head(
-        self, head: Any, states: Tensor, tokens: Tensor, previous: Tensor, entropy: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Return what `trainkit.models.head.read_head` does, with the settings of the policy."""
-        return read_head(
-            head,
-            states,
-            tokens,
-            previous,
-            temperature=self.temperature,
-            logit_mask=self._mask,
-            vocabulary=self.vocabulary,
-            entropy=entropy,
-            folds=self.folds,
-        )
 
     def _read_chunk(
         self,
@@ -415,6 +406,10 @@ class Policy(nn.Module, ABC):
         return None if self.logit_mask is None else self.logit_mask[..., : self.vocabulary]
 
 
+Run = Callable[[Mapping[str, Any]], tuple[Tensor, ...]]
+"""Runs a model on inputs, and returns outputs [B, T, *]."""
+
+
 class CausalPolicy(Policy):
     """A causal language model as a policy; the arguments are those of `Policy`.
 
@@ -441,46 +436,65 @@ class CausalPolicy(Policy):
         return self.trunk.frozen
 
     def _through_trunk(self, sequences: Sequences) -> Tensor:
-        return self.trunk(self.model.base_model, self._inputs(sequences))
+        if not self._joins(sequences):
+            return self.trunk(self.model.base_model, self._inputs(sequences))
+        joined, real = self._join(sequences, every=True), sequences.attention_mask
+        states = self.trunk(self.model.base_model, joined.inputs())[0, joined.read]
+        return states.new_zeros(*real.shape, states.size(-1)).masked_scatter(real.unsqueeze(-1), states)
 
     def _states(self, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
         """Return them for each response token t: the state after token t − 1."""
+        outputs = self._outputs(sequences, self._run)
+        return outputs[0], outputs[-1], sequences.input_ids[:, :-1][sequences.response_mask[:, 1:]]
+
+    def _states_and_critics(
+        self, sequences: Sequences, means: list[Tensor] | None
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+        outputs = self._outputs(sequences, self._run if self.critic is None else self._run_with_critic, means)
+        previous = sequences.input_ids[:, :-1][sequences.response_mask[:, 1:]]
+        return (outputs[0], outputs[-1 if self.critic is None else -2], previous), outputs[-1]
+
+    def _outputs(self, sequences: Sequences, run: Run, means: list[Tensor] | None = None) -> list[Tensor]:
+        """Return the outputs of ``run`` [N, *] in which response tokens were chosen.
+
+        The means of the logits [B, T] are added to ``means``, unless it is None.
+        """
         chosen = sequences.response_mask[:, 1:]
-        previous = sequences.input_ids[:, :-1][chosen]
         if self._joins(sequences):
-            joined = JoinedRows.of_rows(sequences, shared=self._shares(sequences))
-            states = [each[0, joined.read] for each in self._run(joined.inputs())]
-            return states[0], states[-1], previous
+            return self._joined_outputs(sequences, run, means)
         if self._shares(sequences):
+            if means is not None:
+                return self._shared_outputs_and_means(sequences, means)
             parts = SharedPrompts.of_rows(sequences)
-            states = [each[parts.chosen] for each in parts.run(self._run, self._cost(sequences))]
-            return states[0], states[-1], previous
-        states = [each[:, :-1][chosen] for each in self._run_apart(sequences)]
-        return states[0], states[-1], previous
+            return [each[parts.chosen] for each in parts.run(run, self._cost(sequences), self._reads)]
+        balance = nullcontext() if self.balance is None else self.balance.recorded(self.model, sequences)
+        with self.trunk.known(sequences.trunk), balance:
+            outputs = run(self._inputs(sequences))
+        if means is not None:
+            means.append(self._mean_logits(outputs[0]).masked_fill(~sequences.attention_mask, 0.0))
+        return [each[:, :-1][chosen] for each in outputs]
 
-    def _states_and_means(self, sequences: Sequences, means: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        chosen = sequences.response_mask[:, 1:]
-        previous = sequences.input_ids[:, :-1][chosen]
-        if self._joins(sequences) or self._shares(sequences):
-            run = self._joined_states_and_means if self._joins(sequences) else self._shared_states_and_means
-            states = run(sequences, means)
-            return states[0], states[-1], previous
-        outputs = self._run_apart(sequences)
-        means.append(self._mean_logits(outputs[0]).masked_fill(~sequences.attention_mask, 0.0))
-        states = [each[:, :-1][chosen] for each in outputs]
-        return states[0], states[-1], previous
+    def _join(self, sequences: Sequences, *, every: bool) -> JoinedRows:
+        """Return rows as one; what is read are the states in which response tokens were chosen, or of every token."""
+        shared, real = self.shares_prompts and sequences.segments is None, sequences.attention_mask
+        if not every:
+            return JoinedRows.of_rows(sequences, shared=shared)
+        wider = replace(sequences, trunk=None).on_columns(lambda x: F.pad(x, (0, 1)))
+        return JoinedRows.of_rows(wider, shared=shared, chosen=F.pad(real, (1, 0)))  # after each one
 
-    def _joined_states_and_means(self, sequences: Sequences, means: list[Tensor]) -> list[Tensor]:
-        """Return the outputs of `_run` in which response tokens were chosen, and add the means of all to ``means``."""
-        wider, real = sequences.map(lambda x: F.pad(x, (0, 1))), sequences.attention_mask
-        joined = JoinedRows.of_rows(wider, shared=self._shares(sequences), chosen=F.pad(real, (1, 0)))  # after each one
-        outputs = [each[0, joined.read] for each in self._run(joined.inputs())]
+    def _joined_outputs(self, sequences: Sequences, run: Run, means: list[Tensor] | None) -> list[Tensor]:
+        """Return what `_outputs` returns, of rows that are joined."""
+        joined, real = self._join(sequences, every=means is not None), sequences.attention_mask
+        with self.trunk.known(None if sequences.trunk is None else sequences.trunk[joined.places].unsqueeze(0)):
+            outputs = [each[0, joined.read] for each in run(joined.inputs())]
+        if means is None:
+            return outputs
         averaged = self._mean_logits(outputs[0])
         means.append(torch.zeros(real.shape, dtype=averaged.dtype, device=real.device).masked_scatter(real, averaged))
-        responses = wider.response_mask[:, 1:][real]
+        responses = F.pad(sequences.response_mask, (0, 1))[:, 1:][real]
         return [each[responses] for each in outputs]
 
-    def _shared_states_and_means(self, sequences: Sequences, means: list[Tensor]) -> list[Tensor]:
+    def _shared_outputs_and_means(self, sequences: Sequences, means: list[Tensor]) -> list[Tensor]:
         """Return the outputs of `_run` in which response tokens were chosen, and add the means of all to ``means``."""
         wider, ends = with_ends(sequences)
         parts, of_prompts = SharedPrompts.of_rows(wider, wider.response_mask | ends), list[Tensor]()
@@ -491,7 +505,7 @@ class CausalPolicy(Policy):
             of_prompts.append(averaged)  # the first ones; the others are returned for each row
             return (*outputs, averaged.unsqueeze(-1))
 
-        *outputs, averaged = parts.run(run, self._cost(sequences))
+        *outputs, averaged = parts.run(run, self._cost(sequences), self._reads)
         values = torch.cat([of_prompts[0][parts.of], averaged[:, 1:, 0]], 1)
         real = torch.cat([parts.real[parts.of], parts.mask], 1)
         placed = torch.zeros(real.size(0), sequences.input_ids.size(1), dtype=values.dtype, device=values.device)
@@ -499,13 +513,6 @@ class CausalPolicy(Policy):
         counts = parts.chosen.cumsum(1)
         responses = parts.chosen & (counts < counts[:, -1:])  # all but the ends
         return [each[responses] for each in outputs]
-
-    def _run_apart(self, sequences: Sequences) -> tuple[Tensor, ...]:
-        """Return the outputs of `_run` [B, T, *] for whole rows."""
-        trunk = nullcontext() if sequences.trunk is None else self.trunk.given(sequences.trunk)
-        balance = nullcontext() if self.balance is None else self.balance.recorded(self.model, sequences)
-        with trunk, balance:
-            return self._run(self._inputs(sequences))
 
     def _buckets(self, sequences: Sequences) -> list[Tensor]:
         """Return the rows of each forward pass: all if they are joined, or share prompts, which has its own buckets."""
@@ -519,36 +526,47 @@ class CausalPolicy(Policy):
             return (hidden_states(self.model, inputs),)
         return logits_and_hidden(self.model, **inputs)
 
+    def _run_with_critic(self, inputs: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """Return what `_run` returns, and the critic's states [B, T, D]."""
+        assert self.critic is not None
+        outputs, own = self.critic.states(lambda: self._run(inputs), inputs)
+        return (*outputs, own)
+
     def _joins(self, sequences: Sequences) -> bool:
-        """Return whether these rows are joined: not above a frozen trunk, and only if some state is needed."""
-        return self.joins_rows and sequences.trunk is None and bool(sequences.response_mask[:, 1:].any())
+        """Return whether these rows are joined: only if some state is needed."""
+        return self.joins_rows and sequences.acts
 
     def why_not_shared(self) -> str | None:
         """Return why prompts of this policy cannot be shared; None if they can."""
+        if self.has_trunk:
+            return "the output of frozen layers is stored for whole rows"
+        if self.critic is not None:
+            return "the critic has layers of its own"
         return self._keeps_rows() or why_not_shared(self.model, lambda rows, shared: self._states_as(rows, shared))
 
     def why_not_joined(self) -> str | None:
         """Return why the rows of this policy cannot be joined; None if they can."""
 
-        def states(rows: Sequences, shared: bool | None) -> Tensor:
-            return self._states_as(rows, bool(shared), joined=shared is not None)
+        def states(rows: Sequences, shared: bool | None, of_critic: bool = False) -> Tensor:
+            return self._states_as(rows, bool(shared), shared is not None, of_critic)
 
-        return self._keeps_rows() or why_not_joined(self.model, states)
+        fault = self._keeps_rows() or why_not_joined(self.model, states)
+        if fault is None and self.critic is not None:
+            embeds: Any = self.critic.body if isinstance(self.critic, OwnCritic) else self.model
+            with evaluating(self.critic):
+                fault = why_not_joined(embeds, partial(states, of_critic=True))
+        return fault
 
     def _keeps_rows(self) -> str | None:
         """Return why something needs the states of whole rows [B, T]; None if nothing does."""
-        if self.has_trunk:
-            return "the output of frozen layers is stored for whole rows"
-        if self.balance is not None:
-            return "the loss that balances the experts is of whole rows"
-        return None if self.critic is None else "the critic has layers of its own"
+        return None if self.balance is None else "the loss that balances the experts is of whole rows"
 
-    def _states_as(self, rows: Sequences, shared: bool, joined: bool = False) -> Tensor:
-        """Return the states of rows that are run in one of the ways."""
+    def _states_as(self, rows: Sequences, shared: bool, joined: bool = False, of_critic: bool = False) -> Tensor:
+        """Return the states, or those of the critic, of rows that are run in one of the ways."""
         before = self.shares_prompts, self.joins_rows
         self.shares_prompts, self.joins_rows = shared, joined
         try:
-            return self._states(rows)[1]
+            return self._states_and_critics(rows, None)[1] if of_critic else self._states(rows)[1]
         finally:
             self.shares_prompts, self.joins_rows = before
 

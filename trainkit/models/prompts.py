@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -13,7 +13,9 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from trainkit.data import Sequences
+from trainkit.data.batches import Images
 from trainkit.models.backend import autocast_dtype, rounding
+from trainkit.models.images import reads_images
 from trainkit.models.joined import begins, different_prompts
 from trainkit.models.trunk import tiny_input
 from trainkit.models.virtual import moved_by_padding
@@ -52,6 +54,8 @@ class SharedPrompts:
     """bool [B, S]: real tokens."""
     chosen: Tensor
     """bool [B, S + 1]: the response tokens."""
+    images: Images | None = None
+    """The images of the prompts."""
 
     @classmethod
     def of_rows(cls, sequences: Sequences, chosen: Tensor | None = None) -> SharedPrompts:
@@ -63,6 +67,9 @@ class SharedPrompts:
                 tokens.
         """
         unique, of = different_prompts(sequences)
+        images = sequences.images
+        if images is not None:
+            unique, images = unique[:, :-1], replace(images, of=unique[:, -1])
         chosen, lengths, device = sequences.response_mask if chosen is None else chosen, (unique >= 0).sum(1), of.device
         source = torch.arange(unique.size(1), device=device) - (unique.size(1) - lengths.unsqueeze(1))
         total = sequences.input_ids.size(1)
@@ -78,6 +85,7 @@ class SharedPrompts:
             ids=tokens[:, :-1],
             mask=(real & inside)[:, :-1],
             chosen=is_chosen & inside,
+            images=images,
         )
 
     def prompt_inputs(self) -> dict[str, Any]:
@@ -90,17 +98,18 @@ class SharedPrompts:
             "use_cache": True,
         }
 
-    def inputs_after(self, cache: DynamicCache, rows: Tensor, width: int) -> dict[str, Any]:
+    def inputs_after(self, cache: DynamicCache, rows: Tensor, width: int, ends: Tensor) -> dict[str, Any]:
         """Return the model's inputs for the first ``width`` tokens after the prompts, of the rows [b].
 
-        ``cache`` has the keys and values of the prompts; the gradient flows through them.
+        ``cache`` has the keys and values of the prompts; the gradient flows through them. ``ends`` are the positions
+        after the prompts [G].
         """
         of = self.of[rows]
         before = self.real[of]
         return {
             "input_ids": self.ids[rows, :width],
             "attention_mask": torch.cat([before, self.mask[rows, :width]], 1),
-            "position_ids": before.sum(1, keepdim=True) + torch.arange(width, device=of.device),
+            "position_ids": ends[of].unsqueeze(1) + torch.arange(width, device=of.device),
             "past_key_values": selected(cache, of),
             "use_cache": True,
         }
@@ -122,7 +131,12 @@ class SharedPrompts:
             return [(self.all_rows, self.ids.size(1))]
         return [(rows, widths[start]) for rows, start in zip(order.tensor_split(starts[1:]), starts, strict=True)]
 
-    def run(self, model: Callable[[dict[str, Any]], tuple[Tensor, ...]], cost: int | None) -> tuple[Tensor, ...]:
+    def run(
+        self,
+        model: Callable[[dict[str, Any]], tuple[Tensor, ...]],
+        cost: int | None,
+        reads: Callable[[Tensor, Tensor, Images | None], dict[str, Tensor]],
+    ) -> tuple[Tensor, ...]:
         """Return the model's outputs for the last token of each prompt and the tokens after it, [B, S + 1, *] each.
 
         The prompts are run once, together. What follows them is run in `buckets`.
@@ -130,13 +144,15 @@ class SharedPrompts:
         Args:
             model: returns outputs [*, T, *] for inputs.
             cost: that of one more pass, in tokens; None: what follows the prompts is run in one pass.
+            reads: returns what the model reads besides for prompts, of their ids, masks and images.
         """
-        inputs = self.prompt_inputs()
+        inputs = {**self.prompt_inputs(), **reads(self.prompts, self.real, self.images)}
+        ends = inputs["position_ids"].reshape(-1, *self.prompts.shape).amax((0, 2)) + 1
         firsts, cache, width = [each[:, -1:] for each in model(inputs)], inputs["past_key_values"], self.ids.size(1)
         buckets = [(self.all_rows, width)] if cost is None else self.buckets(cost)
         parts: list[list[Tensor]] = [[] for _ in firsts]
         for rows, tokens in buckets:
-            rest = model(self.inputs_after(cache, rows, tokens))
+            rest = model(self.inputs_after(cache, rows, tokens, ends))
             for part, first, after in zip(parts, firsts, rest, strict=True):
                 joined = torch.cat([first.index_select(0, self.of[rows]), after], 1)
                 part.append(F.pad(joined, (0, 0, 0, width - tokens)) if tokens < width else joined)
@@ -156,7 +172,7 @@ def with_ends(sequences: Sequences) -> tuple[Sequences, Tensor]:
 
     `SharedPrompts.of_rows` reads the states of last tokens as if a token were chosen there.
     """
-    wider = sequences.map(lambda x: F.pad(x, (0, 1)))
+    wider = replace(sequences, trunk=None).on_columns(lambda x: F.pad(x, (0, 1)))
     ends = begins(sequences).squeeze(1) + sequences.lengths
     return wider, F.one_hot(ends, wider.input_ids.size(1)).bool()
 
@@ -225,6 +241,8 @@ def why_not_joined(model: PreTrainedModel, states: Callable[[Sequences, bool | N
             None, padded; else joined, and whether the prompts are shared.
     """
     name, training = type(model).__name__, model.training
+    if reads_images(model.config):
+        return f"the images of {name} have positions of their own"
     if getattr(model.config, "_attn_implementation", None) != "sdpa":
         return f"the attention of {name} is {getattr(model.config, '_attn_implementation', None)!r}, not 'sdpa'"
     model.eval()

@@ -8,8 +8,8 @@ import logging
 import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -26,6 +26,7 @@ from trainkit.data.pipeline import beginning
 from trainkit.errors import ConfigError, DataError, describe
 from trainkit.functional import at_last
 from trainkit.models.adapters import HEADS, MARK, adapter_base, has_adapter
+from trainkit.models.images import image_inputs
 from trainkit.models.joined import JoinedRows
 from trainkit.models.loading import context_length, is_classifier, load_model, load_model_config, pad_id
 from trainkit.models.policy import hidden_states, inputs_of, load_heads, needs_mask
@@ -97,7 +98,11 @@ class Scorer(nn.Module):
         """Return the sequences with the output of the frozen trunk; unchanged if there is no trunk."""
         if not self.has_trunk or sequences.trunk is not None:
             return sequences
-        return replace(sequences, trunk=self.trunk(self.model.base_model, inputs_of(sequences, self.needs_mask)))
+        return replace(sequences, trunk=self.trunk(self.model.base_model, self._inputs(sequences)))
+
+    def _inputs(self, sequences: Sequences) -> dict[str, Any]:
+        images = image_inputs(self.model, sequences.input_ids, sequences.attention_mask, sequences.images)
+        return {**inputs_of(sequences, self.needs_mask), **images}
 
     def forward(self, sequences: Sequences) -> Tensor:
         """Return the scores of the sequences; rows of similar length share a forward pass, as in `Policy`. -> [B]."""
@@ -105,7 +110,7 @@ class Scorer(nn.Module):
             logits = self.model(input_ids=sequences.input_ids, attention_mask=sequences.attention_mask).logits
             return logits.squeeze(-1).float()  # type: ignore[no-any-return]
         head: Any = self.model.score if self.head is None else self.head
-        states = self._last_states(sequences, self.shares_prompts and sequences.trunk is None)
+        states = self._last_states(sequences, self.shares_prompts)
         with torch.autocast(states.device.type, enabled=False):
             scores: Tensor = head(states.to(next(head.parameters()).dtype))
             return scores.float().sum(-1)  # of one number; FSDP2 warns of outputs that are views
@@ -113,29 +118,32 @@ class Scorer(nn.Module):
     def _last_states(self, sequences: Sequences, shared: bool) -> Tensor:
         """Return the hidden states of the last tokens [B, D]; with ``shared``, a prompt of several rows is run once."""
         cost = None if self.one_pass else pass_cost(self.model, sequences.input_ids.device)
-        joins = self.joins_rows and sequences.trunk is None
-        if not shared and not joins:
+        if not self.joins_rows and (not shared or sequences.trunk is not None):
             buckets = [] if cost is None else sequences.buckets(cost)
             if len(buckets) <= 1:
                 return self._separate(sequences)
             states = torch.cat([self._separate(sequences.select(rows)) for rows in buckets])
             return states[torch.cat(buckets).argsort()]
         wider, ends = with_ends(sequences)
-        if joins:
-            rows = JoinedRows.of_rows(wider, shared=shared, chosen=ends)
-            return hidden_states(self.model, rows.inputs())[0, rows.read]
+        if self.joins_rows:
+            rows, trunk = JoinedRows.of_rows(wider, shared=shared, chosen=ends), sequences.trunk
+            with self.trunk.known(None if trunk is None else trunk[rows.places].unsqueeze(0)):
+                return hidden_states(self.model, rows.inputs())[0, rows.read]
         parts = SharedPrompts.of_rows(wider, ends)
-        (states,) = parts.run(lambda inputs: (hidden_states(self.model, inputs),), cost)
+        (states,) = parts.run(
+            lambda inputs: (hidden_states(self.model, inputs),), cost, partial(image_inputs, self.model)
+        )
         return states[parts.chosen]
 
     def _separate(self, sequences: Sequences) -> Tensor:
         """Return the hidden states of the last tokens [B, D], from one pass over whole rows."""
-        with nullcontext() if sequences.trunk is None else self.trunk.given(sequences.trunk):
-            return at_last(hidden_states(self.model, inputs_of(sequences, self.needs_mask)), sequences.attention_mask)
+        with self.trunk.known(sequences.trunk):
+            return at_last(hidden_states(self.model, self._inputs(sequences)), sequences.attention_mask)
 
     def why_not_shared(self) -> str | None:
         """Return why the prompts of rows cannot be shared with this model; None if they can."""
-        return self._keeps_rows() or why_not_shared(self.model, self._last_states)
+        stored = "the output of frozen layers is stored for whole rows" if self.has_trunk else None
+        return self._keeps_rows() or stored or why_not_shared(self.model, self._last_states)
 
     def why_not_joined(self) -> str | None:
         """Return why the rows of this model cannot be joined; None if they can."""
@@ -151,9 +159,7 @@ class Scorer(nn.Module):
 
     def _keeps_rows(self) -> str | None:
         """Return why the states of whole rows [B, T] are needed; None if they are not."""
-        if not self.reads_last:
-            return f"{type(self.model).__name__} does not read its score from the last token"
-        return "the output of frozen layers is stored for whole rows" if self.has_trunk else None
+        return None if self.reads_last else f"{type(self.model).__name__} does not read its score from the last token"
 
 
 def _check(model: PreTrainedModel) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from transformers import PreTrainedConfig
 
 from trainkit.errors import ConfigError
+from trainkit.models.images import reads_images
 from trainkit.models.unloaded import decided
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ def find_blocks(model: PreTrainedModel) -> nn.ModuleList | None:
     These are the first module list with the length that the config gives.
     """
     depth = depth_of(model.config)
-    root = model.get_decoder() if model.config.is_encoder_decoder else model.base_model
+    apart = model.config.is_encoder_decoder or reads_images(model.config)
+    root = model.get_decoder() if apart else model.base_model
     lists = (module for module in root.modules() if isinstance(module, nn.ModuleList))
     return next((blocks for blocks in lists if len(blocks) == depth), None)
 
@@ -112,6 +114,10 @@ class Trunk:
         finally:
             handle.remove()
         return states[0]
+
+    def known(self, hidden: Tensor | None) -> AbstractContextManager[None]:
+        """Return a context with `given` output; None: the trunk is run."""
+        return nullcontext() if hidden is None else self.given(hidden)
 
     @contextmanager
     def given(self, hidden: Tensor) -> Iterator[None]:
@@ -193,11 +199,14 @@ def stand_in(blocks: nn.ModuleList, others: Mapping[int, nn.Module]) -> Iterator
 def modules_below(model: PreTrainedModel, blocks: nn.ModuleList, depth: int) -> list[nn.Module]:
     """Return the first ``depth`` blocks, and the modules that run before or between them.
 
-    A forward pass on a small input shows which modules these are. The whole encoder of an encoder-decoder is included.
+    A forward pass on a small input shows which modules these are. The whole encoder of an encoder-decoder is included,
+    and all that reads images.
     """
     names = {module: name for name, module in model.named_modules()}
     called = decided(lambda: [names[module] for module in _called_below(model, blocks, depth)])
     encoder = [model.get_encoder()] if model.config.is_encoder_decoder else []
+    if reads_images(model.config):
+        encoder = [each for each in model.base_model.children() if each is not model.get_decoder()]
     return [*encoder, *(model.get_submodule(name) for name in called), *blocks[:depth]]
 
 

@@ -24,10 +24,11 @@ OWN = {
     "data": ("trainkit-tools", "Check datasets before training."),
     "doctor": ("trainkit-tools", "Print versions, devices, plugins and what is wrong with them."),
     "estimate": ("trainkit-tools", "Print the memory that a run needs on each device by phase."),
-    "merge": ("trainkit-tools", "Merge an adapter into its base model."),
+    "export": ("trainkit-tools", "Write a trained model for transformers, llama.cpp or Ollama."),
     "migrate": ("trainkit-migrate", "Print a configuration of another framework as one of trainkit."),
     "push": ("trainkit-tools", "Publish an exported model on the hub of Hugging Face."),
     "report": ("trainkit-report", "Write a page of HTML about runs."),
+    "serve": ("trainkit-tools", "Serve a trained model by transformers or vLLM."),
     "sweep": ("trainkit-sweep", "Search settings with Optuna."),
     "watch": ("trainkit-report", "Serve a page about runs while they go on."),
 }

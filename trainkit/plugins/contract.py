@@ -34,6 +34,8 @@ INPUTS = tuple(
             {"samples", "rewards"},
             {"samples", "labels"},
             {"samples", "pairs"},
+            {"samples", "prompts"},
+            {"samples", "prompts", "reward_fn"},
         ),
     )
 )

@@ -54,6 +54,7 @@ CORE = "trainkit-rl"
 CHECKOUT = Path(__file__).parents[2]
 """The directory of the sources, if trainkit is imported from a checkout."""
 BUILT_IN = {
+    "bco": "trainkit-kto",
     "best_of_k": "trainkit-dpo",
     "cpo": "trainkit-orpo",
     "ddpo": "trainkit-ddpo",
@@ -61,6 +62,7 @@ BUILT_IN = {
     "distill_offline": "trainkit-distill",
     "dpo": "trainkit-dpo",
     "early_stop": "trainkit-early-stop",
+    "gkd": "trainkit-distill",
     "grpo": "trainkit-grpo",
     "ilql": "trainkit-ilql",
     "kto": "trainkit-kto",
@@ -72,7 +74,9 @@ BUILT_IN = {
     "rft": "trainkit-rft",
     "rloo": "trainkit-rloo",
     "sft": "trainkit-sft",
+    "spin": "trainkit-dpo",
     "vllm": "trainkit-vllm",
+    "xpo": "trainkit-dpo",
     "zero2": "trainkit-deepspeed",
     "zero3": "trainkit-deepspeed",
 }

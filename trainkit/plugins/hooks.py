@@ -30,6 +30,10 @@ class HookManager(pluggy.PluginManager):
         self.made: dict[str, Any] = {}
         """The objects by the name of their plugin."""
 
+    def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
+        """Return the options of a hook; of names with an underscore None, without a look at what they hold."""
+        return None if name.startswith("_") else super().parse_hookimpl_opts(plugin, name)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the objects that have one, by the name of their plugin.
 

@@ -2,7 +2,7 @@
 
 from trainkit.rollouts.calls import Daemons, Result, in_worker
 from trainkit.rollouts.engines import Engine, EngineSampler, Request, ServedModel, Weights, engine_class, start
-from trainkit.rollouts.environments import Environment, EnvironmentMaker, Turn, check_maker
+from trainkit.rollouts.environments import Environment, EnvironmentMaker, Turn, check_maker, forked
 from trainkit.rollouts.episodes import Player, check_template
 from trainkit.rollouts.replica import Replica
 from trainkit.rollouts.rewards import (
@@ -70,6 +70,7 @@ __all__ = [
     "decode",
     "engine_class",
     "explained",
+    "forked",
     "in_worker",
     "make_sampler",
     "means",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from random import Random
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -17,9 +17,11 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import BaseModelOutput
 
-from trainkit.models.backend import autocast_dtype, dtype_of_attention, rounding
+from trainkit.data.batches import Images
+from trainkit.models.backend import autocast_dtype, dtype_of_attention, register_attention, rounding
 from trainkit.models.compiling import uncompiled
 from trainkit.models.fitting import first_line, out_of_memory, release
+from trainkit.models.images import image_inputs
 from trainkit.models.seq2seq import decoder_prefix, encode
 from trainkit.models.stored import Casts
 from trainkit.models.unloaded import decided
@@ -42,54 +44,78 @@ UNFIT = (TypeError, ValueError, AttributeError, LookupError, RuntimeError, Asser
 
 
 class _Preallocated(DynamicLayer):
-    """Keys and values of one layer in a buffer with room for the whole response, so that a step does not copy them."""
+    """Keys and values of one layer in buffers with room for the whole responses, so that a step does not copy them."""
 
     def __init__(self, room: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.room, self.length = room, 0
+        self.room, self.rows, self.length = room, 0, 0
         self.buffers: list[Tensor] = []
+        """Keys and values [S, H, R, D] of at most S rows, of which the first ``rows`` are used."""
         self.at: Tensor | None = None
         """The column to write to, in a `FixedStep`; all columns are then returned."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the states of new tokens [B, H, S, D] and return all keys and values so far."""
+        """Write the states of new tokens [b, H, S, D] and return all keys and values so far."""
         if autocast_dtype(key_states.device.type):  # otherwise attention would cast all of them in each step
             dtype = dtype_of_attention(key_states)
             key_states, value_states = key_states.to(dtype), value_states.to(dtype)
+        states = key_states, value_states
         if self.at is not None:
-            for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
-                buffer.index_copy_(2, self.at, states)
-            return self.buffers[0], self.buffers[1]
+            keys, values = (buffer[: len(key_states)] for buffer in self.buffers)
+            keys.index_copy_(2, self.at, key_states)
+            values.index_copy_(2, self.at, value_states)
+            return keys, values
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            self.buffers = [
-                states.new_empty((*states.shape[:2], self.room, states.size(-1)))
-                for states in (key_states, value_states)
-            ]
+            self.rows, self.buffers = len(key_states), [self._buffer(each, len(each)) for each in states]
         start, self.length = self.length, self.length + key_states.size(-2)
-        for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
-            buffer[:, :, start : self.length] = states
+        for buffer, new in zip(self.buffers, states, strict=True):
+            buffer[: self.rows, :, start : self.length] = new
         return self._view()
 
+    def _buffer(self, like: Tensor, rows: int) -> Tensor:
+        heads, size = like.size(1), like.size(3)
+        if like.is_cuda:  # the kernel for texts of any lengths reads tokens one after the other; CPUs heads
+            return like.new_empty((rows, self.room, heads, size)).transpose(1, 2)
+        return like.new_empty((rows, heads, self.room, size))
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Keep, repeat or drop rows; the unwritten part of the buffers is not copied."""
+        """Keep, repeat or drop rows, in place unless there are more than ever; what is not written is not copied."""
         if not self.is_initialized:
             return
-        chosen = []
+        for index, buffer in enumerate(self.buffers):
+            kept = buffer[beam_idx, :, : self.length]
+            if len(kept) > len(buffer):
+                buffer = self.buffers[index] = self._buffer(kept, len(kept))
+            buffer[: len(kept), :, : self.length] = kept
+        self.rows = len(beam_idx)
+        self._view()
+
+    def align(self, length: int, first: int) -> None:
+        """Move the columns so that there are ``length``, by those behind the ``first`` ones."""
+        kept = min(self.length, length) - first
         for buffer in self.buffers:
-            kept = buffer.new_empty((len(beam_idx), *buffer.shape[1:]))
-            kept[:, :, : self.length] = buffer[beam_idx, :, : self.length]
-            chosen.append(kept)
-        self.buffers = chosen
+            columns = buffer[: self.rows, :, self.length - kept : self.length].clone()
+            buffer[: self.rows, :, length - kept : length] = columns
+        self.rewind(length)
+
+    def join(self, other: _Preallocated, first: int) -> None:
+        """Add the rows of a cache with no more columns, which are aligned at the end but for the ``first`` ones."""
+        begin, self.rows = self.rows, self.rows + other.rows
+        for buffer, more in zip(self.buffers, other._view(), strict=True):
+            rows, own = buffer[begin : self.rows, :, : self.length], more.size(2) - first
+            rows.zero_()  # a masked NaN would still be one in the attention's product
+            rows[:, :, :first] = more[:, :, :first]
+            rows[:, :, self.length - own :] = more[:, :, first:]
         self._view()
 
     def rewind(self, length: int) -> None:
-        """Forget all tokens but the first ``length``."""
+        """Have the first ``length`` columns, which are in the buffers."""
         self.length = length
         self._view()
 
     def _view(self) -> tuple[Tensor, Tensor]:
-        self.keys, self.values = (buffer[:, :, : self.length] for buffer in self.buffers)
+        self.keys, self.values = (buffer[: self.rows, :, : self.length] for buffer in self.buffers)
         return self.keys, self.values
 
 
@@ -102,6 +128,8 @@ class Active:
     padded: bool  # whether any row has padding
     last: Tensor  # [b] the previous token
     cache: DynamicCache | EncoderDecoderCache
+    room: int  # the number of tokens that the cache has room for
+    joins: ClassVar[bool] = False  # whether other rows may be added
 
     def keep(self, at: Tensor) -> None:
         """Keep only the rows at the indices ``at``."""
@@ -122,15 +150,19 @@ class Decoder(Protocol):
         """The tokens that the decoder of an encoder-decoder starts with; empty for causal models."""
         ...
 
+    def casting(self) -> AbstractContextManager[object]:
+        """Return the context in which responses are sampled."""
+        ...
+
     def prefill(self, queries: list[list[int]], room: int) -> tuple[Any, Tensor, Tensor | None]:
         """Run the model on the prompts; return the `Active` rows and, as `next`, the first token's logits and states.
 
-        A prompt that occurs several times is run once.
+        A prompt that occurs several times is run once. The cache gets room for ``room`` tokens more.
         """
         ...
 
     def next(self, active: Any) -> tuple[Tensor, Tensor | None]:
-        """Return the next token's logits [b, V] in float32, and if ``hidden`` the states [b, D] they come from."""
+        """Return the next token's logits [b, V], and if ``hidden`` the states [b, D] they come from."""
         ...
 
     def whole(self, query: list[int], response: list[int]) -> Tensor:
@@ -138,11 +170,22 @@ class Decoder(Protocol):
         ...
 
 
-def _distinct(queries: list[list[int]], device: torch.device) -> tuple[list[list[int]], Tensor]:
-    """Return the distinct queries, and for each row the index of its query [B]."""
-    places = {query: index for index, query in enumerate(dict.fromkeys(map(tuple, queries)))}
-    use = torch.tensor([places[tuple(query)] for query in queries], device=device)
-    return [list(query) for query in places], use
+def _distinct(
+    queries: list[list[int]], device: torch.device, images: Images | None = None
+) -> tuple[list[list[int]], Tensor, Images | None]:
+    """Return the distinct queries, for each row the index of its query [B], and the images of the queries."""
+    keys = [(*query, -1 - image) for query, image in zip(queries, _sets(images, len(queries)), strict=True)]
+    places = {key: index for index, key in enumerate(dict.fromkeys(keys))}
+    use = torch.tensor([places[key] for key in keys], device=device)
+    if images is not None:
+        images = replace(images, of=torch.tensor([-1 - key[-1] for key in places], device=device))
+    return [list(key[:-1]) for key in places], use, images
+
+
+def _sets(images: Images | None, rows: int) -> list[int]:
+    """Return which images rows have, as `Images.of`."""
+    sets: list[int] = [-1] * rows if images is None else images.of.tolist()
+    return sets
 
 
 def _read_once(
@@ -181,21 +224,49 @@ class _ActiveText(Active):
 
     lengths: Tensor  # [b] real tokens so far
     width: int  # tokens so far, padding included
-    fixed: FixedStep | None = None  # a step of b rows
-    plain: bool = False  # there is no memory for a graph of b rows
-    casts: Casts | None = None  # of weights, under autocast, where steps may be graphs
+    before: int  # virtual tokens, which are in the cache, and neither in ``real`` nor in lengths and width
+    fixed: dict[int, FixedStep] = field(default_factory=dict)  # steps of b rows
+    plain: set[int] = field(default_factory=set)  # there is no memory for a graph of so many rows
+    shift: Tensor | None = None  # [b] positions beyond lengths, after images; None: there are none
+
+    @property
+    def joins(self) -> bool:  # type: ignore[override]
+        return all(type(layer) is _Preallocated for layer in self.cache.layers)
 
     def keep(self, at: Tensor) -> None:
-        if self.fixed is not None:
-            self.rewind(self.width)
+        if len(at) > len(self.rows):  # in other buffers
+            self.fixed = {}
+        self.rewind()
         super().keep(at)
-        self.lengths, self.fixed, self.plain = self.lengths[at], None, False
+        self.lengths = self.lengths[at]
+        self.shift = None if self.shift is None else self.shift[at]
 
-    def rewind(self, width: int) -> None:
-        """Let plain layers of the cache have the first ``width`` tokens, which are in their buffers."""
+    def rewind(self) -> None:
+        """Let plain layers of the cache have the tokens so far, which are in their buffers."""
         for layer in self.cache.layers:
-            if isinstance(layer, _Preallocated):
-                layer.rewind(width)
+            if isinstance(layer, _Preallocated) and layer.is_initialized:
+                layer.rewind(self.before + self.width)
+
+    def align(self, width: int = 0) -> None:
+        """Drop columns of padding, of all rows that are kept, but have at least ``width``."""
+        columns, self.width = self.width + self.room, max(int(self.lengths.max()), width)
+        for layer in self.cache.layers:
+            layer.align(self.before + self.width, self.before)  # type: ignore[union-attr]
+        self.room = columns - self.width
+        self.real = torch.arange(columns, device=self.real.device) >= (self.width - self.lengths).unsqueeze(1)
+        self.padded = not bool(self.real.all())
+
+    def join(self, other: _ActiveText) -> None:
+        """Add other rows, of which the prompts have been read."""
+        self.align(other.width)
+        for layer, more in zip(self.cache.layers, other.cache.layers, strict=True):
+            layer.join(more, self.before)  # type: ignore[union-attr]
+        if self.shift is not None or other.shift is not None:
+            shifts = [each.lengths.new_zeros(()) if each.shift is None else each.shift for each in (self, other)]
+            self.shift = torch.cat([s.expand_as(e.lengths) for s, e in zip(shifts, (self, other), strict=True)])
+        for name in ("rows", "last", "lengths"):
+            setattr(self, name, torch.cat([getattr(self, name), getattr(other, name)]))
+        self.align(self.width)
 
 
 @dataclass
@@ -209,71 +280,91 @@ class CausalDecoder:
     hidden: bool
     graphed: bool | None = field(default=None, init=False)
     """Whether steps of fixed shapes give the logits of the model's own steps; found out at the first one."""
+    casts: Casts | None = field(default=None, init=False)
+    """Of the weights, under autocast, where steps may be graphs, while responses are sampled."""
 
     @property
     def prefix(self) -> list[int]:
         """Empty: the response continues the prompt."""
         return []
 
-    def prefill(self, queries: list[list[int]], room: int) -> tuple[_ActiveText, Tensor, Tensor | None]:
+    @contextmanager
+    def casting(self) -> Iterator[None]:
         """Do as `Decoder` describes."""
+        kind = self.model.device.type
+        dtype = autocast_dtype(kind) if kind in GRAPHED and self.graphed is not False else None
+        self.casts = None if dtype is None else Casts(self.model, dtype)
+        try:
+            yield
+        finally:
+            self.casts = None
+
+    def prefill(
+        self, queries: list[list[int]], room: int, images: Images | None = None
+    ) -> tuple[_ActiveText, Tensor, Tensor | None]:
+        """Do as `Decoder` describes; ``images`` are those of the prompts."""
         device = self.model.device
-        distinct, use = _distinct(queries, device)
+        distinct, use, images = _distinct(queries, device, images)
         width = max(map(len, distinct))
         ids = torch.tensor([[self.fill] * (width - len(query)) + query for query in distinct], device=device)
         lengths = torch.tensor([len(query) for query in distinct], device=device)
         real = torch.arange(width + room, device=device) >= (width - lengths).unsqueeze(1)
-        before = count_of(self.model)  # virtual tokens are in the cache, and neither in ``real`` nor in positions
+        before = count_of(self.model)
         padded, cache = min(map(len, distinct)) < width, _cache(self.model.config, before + width + room)
-        dtype = autocast_dtype(device.type) if device.type in GRAPHED and self.graphed is not False else None
-        casts = None if dtype is None else Casts(self.model, dtype)
-        active = _ActiveText(use.new_zeros(len(distinct)), real, padded, ids[:, -1], cache, lengths, width, casts=casts)
-        positions = (real[:, :width].cumsum(-1) - 1).clamp_(min=0)
-        return _read_once(active, len(queries), use, self._forward(ids, real[:, :width], positions, cache, casts))
+        rows = use.new_zeros(len(distinct))
+        active = _ActiveText(rows, real, padded, ids[:, -1], cache, room, lengths, width, before)
+        inputs = {"position_ids": (real[:, :width].cumsum(-1) - 1).clamp_(min=0)}
+        inputs |= image_inputs(self.model, ids, real[:, :width], images)
+        positions = inputs.pop("position_ids")
+        if positions.dim() > 2:  # those of tokens after an image continue from the largest in it
+            active.shift = positions.amax((0, 2)) + 1 - lengths
+        return _read_once(active, len(queries), use, self._forward(ids, real[:, :width], positions, cache, **inputs))
 
     def next(self, active: _ActiveText) -> tuple[Tensor, Tensor | None]:
         """Do as `Decoder` describes."""
-        if self.model.device.type in GRAPHED and (replayed := self._by_graph(active)) is not None:
-            return replayed
-        ids, positions, width = active.last.unsqueeze(1), active.lengths.unsqueeze(1), active.width + 1
-        real = active.real[:, :width] if active.padded else None
-        active.lengths, active.width = active.lengths + 1, width
-        return self._forward(ids, real, positions, active.cache, active.casts)
+        logits, hidden = self._by_graph(active) or self._own(active)
+        active.lengths, active.width, active.room = active.lengths + 1, active.width + 1, active.room - 1
+        return logits, hidden
+
+    def _own(self, active: _ActiveText) -> tuple[Tensor, Tensor | None]:
+        """Make the model's own step."""
+        real = active.real[:, : active.width + 1] if active.padded else None
+        positions = active.lengths if active.shift is None else active.lengths + active.shift
+        return self._forward(active.last.unsqueeze(1), real, positions.unsqueeze(1), active.cache)
 
     def _by_graph(self, active: _ActiveText) -> tuple[Tensor, Tensor | None] | None:
         """Make a step of fixed shapes, and return what it returns; None if the model has to make its own.
 
         The first one is compared with the model's own, from which it differs by rounding.
         """
-        width, why = active.width, ""
-        few = active.fixed is None and active.real.size(1) - width <= WORTH_A_GRAPH
-        if self.graphed is False or active.plain or few:
+        rows, why = len(active.rows), ""
+        few = rows not in active.fixed and active.room <= WORTH_A_GRAPH
+        plain = self.graphed is False or rows in active.plain or active.shift is not None
+        if plain or few or self.model.device.type not in GRAPHED:
             return None
         try:
-            if active.fixed is None:
-                active.fixed = self._fixed(active)
-            replayed = active.fixed.play(active.last, active.lengths, width)
+            if rows not in active.fixed:
+                active.fixed[rows] = self._fixed(active)
+            replayed = active.fixed[rows].play(active.last, active.lengths, active.width)
             if self.graphed is None:
-                active.rewind(width)
-                real = active.real[:, : width + 1] if active.padded else None
-                last, lengths = active.last.unsqueeze(1), active.lengths.unsqueeze(1)
-                expected = self._forward(last, real, lengths, active.cache, active.casts)
+                active.rewind()
+                expected = self._own(active)
                 why = _difference_of_steps(replayed[0], expected[0], rounding(self._dtype, self.model.device))
         except UNFIT as error:
             why = first_line(error)
             if out_of_memory(error):  # for these rows; fewer may leave room
-                log.info("steps of %d rows are not replayed as graphs: %s", len(active.last), why)
-                active.fixed, active.plain = None, True
-                active.rewind(width)
-                release()
-                return None
+                log.info("steps of %d rows are not replayed as graphs: %s", rows, why)
+                active.plain.add(rows)
         if why:
-            log.info("the steps of %s are not replayed as graphs: %s", type(self.model).__name__, why)
-            self.graphed, active.fixed = False, None
-            active.rewind(width)
+            active.fixed.pop(rows, None)
+            active.rewind()
+            if rows in active.plain:
+                release()
+            else:
+                log.info("the steps of %s are not replayed as graphs: %s", type(self.model).__name__, why)
+                self.graphed = False
             return None
         self.graphed = True
-        active.lengths, active.width = active.lengths + 1, width + 1
         return replayed
 
     def _fixed(self, active: _ActiveText) -> FixedStep:
@@ -290,8 +381,9 @@ class CausalDecoder:
         for layer in active.cache.layers:
             for buffer in layer.buffers:  # type: ignore[union-attr]
                 buffer[:, :, active.width :] = 0.0  # a masked NaN would still be one in the attention's product
-        step = partial(self._forward, cache=active.cache, casts=active.casts)
-        return FixedStep(step, active.real, active.width, list(active.cache.layers))
+        register_attention()
+        step = partial(self._forward, cache=active.cache)
+        return FixedStep(step, len(active.rows), self.model.device, list(active.cache.layers))
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -321,25 +413,19 @@ class CausalDecoder:
         real: Tensor | None,
         positions: Tensor,
         cache: DynamicCache | EncoderDecoderCache,
-        casts: Casts | None = None,
+        **more: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Do as `next` does for the tokens ``ids`` [b, S]. ``real`` is None without padding, which is faster.
 
-        It is [b, W], or a mask [b, 1, 1, W] of attention. ``casts`` are of the weights.
+        It is [b, W], or a mask [*, *, 1, *] of attention. The model gets ``more``, too.
         """
-        with nullcontext() if casts is None else casts.used():
-            inputs = {
-                "input_ids": ids,
-                "attention_mask": real,
-                "position_ids": positions,
-                "past_key_values": cache,
-                "use_cache": True,
-            }
+        inputs = {"input_ids": ids, "attention_mask": real, "position_ids": positions, "past_key_values": cache, **more}
+        with nullcontext() if self.casts is None else self.casts.used():
             if self.head_alone:
-                state = self.model.base_model(**inputs).last_hidden_state[:, -1]
-                return self.model.get_output_embeddings()(state).float(), state if self.hidden else None
-            outputs = self.model(**inputs, logits_to_keep=1, output_hidden_states=self.hidden)
-            return outputs.logits[:, -1].float(), outputs.hidden_states[-1][:, -1] if self.hidden else None
+                state = self.model.base_model(**inputs, use_cache=True).last_hidden_state[:, -1]
+                return self.model.get_output_embeddings()(state), state if self.hidden else None
+            outputs = self.model(**inputs, use_cache=True, logits_to_keep=1, output_hidden_states=self.hidden)
+            return outputs.logits[:, -1], outputs.hidden_states[-1][:, -1] if self.hidden else None
 
 
 # ---------------------------------------------------------------------------------------------- encoder-decoders
@@ -365,6 +451,10 @@ class Seq2SeqDecoder:
     """The token id used as padding."""
     hidden: bool
 
+    def casting(self) -> AbstractContextManager[object]:
+        """Do as `Decoder` describes."""
+        return nullcontext()
+
     @property
     def prefix(self) -> list[int]:
         """The decoder's start token, and a forced first one."""
@@ -373,7 +463,7 @@ class Seq2SeqDecoder:
     def prefill(self, queries: list[list[int]], room: int) -> tuple[_ActivePair, Tensor, Tensor | None]:
         """Do as `Decoder` describes."""
         device, prefix = self.model.device, self.prefix
-        distinct, use = _distinct(queries, device)
+        distinct, use, _ = _distinct(queries, device)
         width = max(map(len, distinct))
         ids = torch.tensor([query + [self.fill] * (width - len(query)) for query in distinct], device=device)
         lengths = torch.tensor([len(query) for query in distinct], device=device)
@@ -382,11 +472,12 @@ class Seq2SeqDecoder:
         config: Any = self.model.get_decoder().config
         cache = EncoderDecoderCache(_cache(config, len(prefix) + room), DynamicCache(config=config))
         padded, states = not bool(real.all()), encode(self.model, ids, real)
-        active = _ActivePair(use.new_zeros(len(distinct)), real, padded, start[:, -1], cache, states)
+        active = _ActivePair(use.new_zeros(len(distinct)), real, padded, start[:, -1], cache, room, states)
         return _read_once(active, len(queries), use, self._forward(start, active))
 
     def next(self, active: _ActivePair) -> tuple[Tensor, Tensor | None]:
         """Do as `Decoder` describes."""
+        active.room -= 1
         return self._forward(active.last.unsqueeze(1), active)
 
     def whole(self, query: list[int], response: list[int]) -> Tensor:
@@ -407,7 +498,7 @@ class Seq2SeqDecoder:
             output_hidden_states=self.hidden,
         )
         hidden = outputs.decoder_hidden_states[-1][:, -1] if self.hidden else None
-        return outputs.logits[:, -1].float(), hidden
+        return outputs.logits[:, -1], hidden
 
 
 # ------------------------------------------------------------------------------------ checking the steps
@@ -503,6 +594,7 @@ def _in_float64(model: PreTrainedModel) -> Iterator[None]:
 
 def _apart(values: Tensor, expected: Tensor) -> float:
     """Return the distance of ``values`` [b, V] from ``expected`` [b, V], relative to the spread of these."""
+    values, expected = values.float(), expected.float()
     spread = (expected - expected.mean(-1, keepdim=True)).norm()
     return float(((values - expected).norm() / spread.clamp(min=1e-6)).nan_to_num(torch.inf))
 

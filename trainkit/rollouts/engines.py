@@ -15,14 +15,16 @@ from transformers import PreTrainedTokenizerBase
 
 from trainkit.config import PluginConfig, SamplingConfig
 from trainkit.data import Rollouts, Row
+from trainkit.data.batches import Images
 from trainkit.errors import EngineError, TrainkitError, describe
 from trainkit.plugins import get_engine
 from trainkit.plugins.guard import error_text
 from trainkit.plugins.hooks import entry_name
 from trainkit.rollouts.sampler import Generated, Purpose, TokenSampler, assemble, decode, make_sampler
 
-Ability = Literal["encoder_decoder", "logit_mask", "steer"]
-"""What not every engine can do: run an encoder-decoder, obey a logit mask, or let the algorithm change the logits."""
+Ability = Literal["encoder_decoder", "images", "logit_mask", "steer"]
+"""What not every engine can do: run an encoder-decoder, read images and sample no token that stands for one, obey any
+logit mask, or let the algorithm change the logits."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,8 @@ class Request:
     """How to sample."""
     purpose: Purpose
     """What the responses are for."""
+    images: Images | None = None
+    """The images of the prompts; None: they have none."""
 
 
 class Engine(ABC):
@@ -168,6 +172,14 @@ class Engine(ABC):
         Several requests may be under way.
         """
 
+    def rest(self) -> bool:
+        """Release the memory of a device that is needed to generate, because the run trains now, before any request.
+
+        Returns:
+            Whether it did so, and needs its weights again (`load`) before the next request.
+        """
+        return False
+
     def close(self) -> None:  # noqa: B027  (an engine need not hold anything)
         """Release processes, connections and memory. Called once, at the end; no request follows."""
 
@@ -211,7 +223,7 @@ class EngineSampler:
         self.engine, self.vocabulary, self.device = engine, vocabulary, device
         self.skip_special_tokens = skip_special_tokens
         self.weights: Weights | None = None
-        """The weights that the engine generates with."""
+        """The weights that the engine generates with; None: it has none, or rests."""
         self._begun: dict[tuple[int, ...], Future[Generated]] = {}
 
     def generates_with(self, weights: Weights) -> bool:
@@ -232,6 +244,11 @@ class EngineSampler:
             self.engine.load(weights)
         self.weights = weights
 
+    def rest(self) -> None:
+        """Let the engine release memory until it gets weights again."""
+        if self.engine.rest():
+            self.weights = None
+
     def begin(self, request: Request) -> None:
         """Begin to generate for a call that follows, so that the engine has several requests at a time."""
         with _named(self.engine, f"could not answer {len(request.queries)} requests"):
@@ -244,6 +261,7 @@ class EngineSampler:
         settings: SamplingConfig,
         seeds: Sequence[int],
         purpose: Purpose,
+        images: Images | None = None,
     ) -> Rollouts:
         """Return a response to each of ``queries``, as `Sampler` describes.
 
@@ -251,7 +269,7 @@ class EngineSampler:
             EngineError: the engine failed, or its answer is not what was asked for; names the engine.
         """
         assert self.weights is not None, "the trainer gives weights before it samples"
-        request = Request(queries, seeds, settings, purpose)
+        request = Request(queries, seeds, settings, purpose, images)
         with _named(self.engine, f"could not answer {len(queries)} requests"):
             answer = (self._begun.pop(tuple(seeds), None) or self.engine.submit(request)).result()
         if fault := self.fault(request, answer):
@@ -268,6 +286,7 @@ class EngineSampler:
             versions=torch.full((len(queries),), self.weights.version, device=self.device),
             stops=settings.stop_sequences,
             skip_special_tokens=self.skip_special_tokens,
+            images=images,
         )
 
     def fault(self, request: Request, answer: Any) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol, Self, TypeVar
 
 from trainkit.config import EnvironmentConfig
 from trainkit.data import Row, finite, is_conversation
@@ -40,7 +42,7 @@ class Environment(Protocol):
 
     An environment is made for every episode, by calling ``environment(row)``: a class whose constructor takes a row of
     the prompts, or a function. Besides its columns the row has ``episode_seed``, an integer below 2⁶³, from which all
-    randomness of the episode should follow; the episodes of a group, which are compared, have the same. Both methods
+    randomness of the episode should follow; the episodes of a group, which are compared, have the same. The methods
     may be coroutines (``async def``). The methods of several episodes run at the same time in threads, so environments
     must not share state without a lock.
     """
@@ -52,6 +54,13 @@ class Environment(Protocol):
     def step(self, output: str) -> Turn:
         """Return the answer to the model's output, without special tokens and stop strings."""
         ...
+
+    def fork(self) -> Self:
+        """Return a copy with the same state, for algorithms that go on from it in several ways (``forks``).
+
+        Leaving out the method means `copy.deepcopy`. An environment that cannot be copied may raise an exception.
+        """
+        return copy.deepcopy(self)
 
 
 EnvironmentMaker = Callable[[Row], Environment]
@@ -84,7 +93,7 @@ def check_maker(maker: Any) -> EnvironmentMaker:
     return checked
 
 
-METHODS = {"reset": (), "step": ("output",)}
+METHODS = {"reset": (), "step": ("output",), "fork": ()}
 """The methods of an environment and their arguments."""
 
 
@@ -220,6 +229,31 @@ def step(episodes: Sequence[Episode], outputs: Sequence[str], config: Environmen
         except EpisodeError as error:
             turns.append(episode.fail(error, config))
     return turns
+
+
+def forked(environment: Any) -> Any:
+    """Return what ``environment.fork()`` returns; without such a method, a deep copy."""
+    return environment.fork() if hasattr(environment, "fork") else copy.deepcopy(environment)
+
+
+def fork(episodes: Sequence[Episode], config: EnvironmentConfig) -> list[Episode]:
+    """Return copies of episodes, with copies of their environments.
+
+    Raises:
+        EpisodeError: an environment cannot be copied.
+    """
+    results = call_all([partial(forked, episode.environment) for episode in episodes], config)
+    copies = []
+    for episode, result in zip(episodes, results, strict=True):
+        try:
+            made = _value(episode, result, "fork(), by default copy.deepcopy,")
+        except EpisodeError as error:
+            advice = "An algorithm that branches episodes copies their environments: write fork(self) -> a copy"
+            raise EpisodeError(f"{error}. {advice}") from error
+        if made is episode.environment or not callable(getattr(made, "step", None)):
+            raise episode.fault(f"fork() returned {describe(made)}; return another environment in the same state")
+        copies.append(replace(episode, environment=made))
+    return copies
 
 
 def _value(episode: Episode, result: Result, what: str) -> Any:

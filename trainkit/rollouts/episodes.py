@@ -13,10 +13,12 @@ from torch import Tensor
 
 from trainkit.config import EnvironmentConfig, SamplingConfig
 from trainkit.data import Chat, Rollouts, Row, is_conversation
+from trainkit.data.batches import Images
 from trainkit.data.chat import SETTINGS
+from trainkit.data.images import given_images, with_images
 from trainkit.data.pipeline import encode_continuation
 from trainkit.errors import DataError, EpisodeError, describe, printable
-from trainkit.rollouts.environments import EnvironmentMaker, Episode, Prompt, Turn, make, step
+from trainkit.rollouts.environments import EnvironmentMaker, Episode, Prompt, Turn, fork, make, step
 from trainkit.rollouts.sampler import assemble, decode, placed_at
 from trainkit.seeding import PLACE, turn_seed
 
@@ -45,6 +47,8 @@ class _Script:
     text: str
     messages: list[dict[str, Any]] | None
     """The conversation so far with `PROBE` for the model's outputs; None if the prompt is text."""
+    shown: Row = field(default_factory=dict)
+    """If the prompt has images, the columns of a row that has them; `Player.images` reads these."""
     ids: list[int] = field(default_factory=list)
     """The tokens after the prompt: outputs and observations."""
     sampled: list[bool] = field(default_factory=list)
@@ -67,6 +71,20 @@ class _Script:
         """The ids that the next output continues."""
         return self.prompt + self.ids
 
+    def copy(self, seed: int) -> _Script:
+        """Return a copy that another seed goes on."""
+        numbers = {name: [*parts] for name, parts in self.numbers.items()}
+        lists: dict[str, Any] = {name: [*getattr(self, name)] for name in ("ids", "sampled", "rewards", "said")}
+        return replace(self, seed=seed, numbers=numbers, **lists)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """An episode before one of its outputs, from which it can be played in several ways."""
+
+    episode: Episode
+    script: _Script
+
 
 class Player:
     """Plays episodes: samples an output for each, gives it to its environment, appends the observation, and so on.
@@ -77,7 +95,8 @@ class Player:
     Args:
         maker: makes the environments.
         tokenizer: encodes observations.
-        encode: encodes a prompt's text, ``encode(text, what)``.
+        encode: encodes the prompt of a row, text or token ids, with its images: ``encode(row, what)``.
+        images: returns what the model reads of the images of such rows.
         config: how environments are called.
         max_turns: outputs per episode.
         max_tokens: tokens per episode; None: no limit.
@@ -88,14 +107,15 @@ class Player:
         self,
         maker: EnvironmentMaker,
         tokenizer: PreTrainedTokenizerBase,
-        encode: Callable[[Any, str], list[int]],
+        encode: Callable[[Row, str], list[int]],
+        images: Callable[[list[Row]], Images | None],
         config: EnvironmentConfig,
         *,
         max_turns: int,
         max_tokens: int | None,
         skip_special_tokens: bool = True,
     ) -> None:
-        self.maker, self.tokenizer, self.encode, self.config = maker, tokenizer, encode, config
+        self.maker, self.tokenizer, self.encode, self.images, self.config = maker, tokenizer, encode, images, config
         self.max_turns, self.max_tokens, self.skip = max_turns, max_tokens, skip_special_tokens
         self.seconds = 0.0
         """Time spent in environments by the last call."""
@@ -103,7 +123,14 @@ class Player:
         self._warned = False
 
     def __call__(
-        self, rows: list[Row], settings: SamplingConfig, seeds: Sequence[int], sample: Sample, eos: Sequence[int]
+        self,
+        rows: list[Row],
+        settings: SamplingConfig,
+        seeds: Sequence[int],
+        sample: Sample,
+        eos: Sequence[int],
+        *,
+        forks: bool = False,
     ) -> Rollouts:
         """Play an episode for each row, and return them as rollouts, in the order of the rows.
 
@@ -113,6 +140,7 @@ class Player:
             seeds: the seeds of the responses, from which the outputs are sampled.
             sample: samples one output for each context.
             eos: the token ids that end an output.
+            forks: whether copies of the environments are kept, so that `branch` can go on from each output.
 
         Raises:
             EpisodeError: an environment failed or returned something invalid; a prompt does not fit into the context,
@@ -122,18 +150,45 @@ class Player:
         episodes, prompts = self._timed(lambda: make(self.maker, rows, self.config))
         scripts = [self._begin(*each) for each in zip(episodes, prompts, seeds, strict=True)]
         _check_same_task(episodes, scripts)
-        for turn in range(self.max_turns):
-            playing = [at for at, script in enumerate(scripts) if self._goes_on(script)]
-            if not playing:
-                break
+        return self._played(episodes, scripts, settings, sample, eos, [[] for _ in rows] if forks else None)
+
+    def branch(
+        self,
+        moments: list[list[Moment]],
+        settings: SamplingConfig,
+        seeds: Sequence[int],
+        sample: Sample,
+        eos: Sequence[int],
+    ) -> Rollouts:
+        """Play on from the last of the moments of each episode. The other arguments are those of a call."""
+        self.seconds = 0.0
+        episodes = self._timed(lambda: fork([kept[-1].episode for kept in moments], self.config))
+        scripts = [kept[-1].script.copy(seed) for kept, seed in zip(moments, seeds, strict=True)]
+        return self._played(episodes, scripts, settings, sample, eos, [kept[:-1] for kept in moments])
+
+    def _played(
+        self,
+        episodes: list[Episode],
+        scripts: list[_Script],
+        settings: SamplingConfig,
+        sample: Sample,
+        eos: Sequence[int],
+        moments: list[list[Moment]] | None,
+    ) -> Rollouts:
+        """Play episodes to their ends; append what each is before an output to its ``moments``, unless None."""
+        while playing := [at for at, script in enumerate(scripts) if self._goes_on(script)]:
+            if moments is not None:
+                copies = self._timed(lambda: fork([episodes[at] for at in playing], self.config))
+                for at, copied in zip(playing, copies, strict=True):
+                    moments[at].append(Moment(copied, scripts[at].copy(scripts[at].seed)))
             for some, limited in self._by_room(scripts, playing, settings):
                 parts = [episodes[at] for at in some], [scripts[at] for at in some]
-                self._sample_outputs(*parts, limited, turn, sample)
+                self._sample_outputs(*parts, limited, sample)
             outputs = [scripts[at].said[-1]["output"] for at in playing]
             turns = self._timed(lambda: step([episodes[at] for at in playing], outputs, self.config))  # noqa: B023
             for at, answer in zip(playing, turns, strict=True):
                 self._answer(episodes[at], scripts[at], answer, eos)
-        return self._rollouts(episodes, scripts)
+        return replace(self._rollouts(episodes, scripts), moments=moments)
 
     # ------------------------------------------------------------------------------------------------ the prompt
 
@@ -152,11 +207,13 @@ class Player:
         """Return the script that begins with a prompt."""
         what = "its prompt"
         if is_conversation(prompt):
-            messages = [dict(message) for message in prompt]
-            text = self._chat(episode, what).prompt(messages)
+            messages, chat = [dict(message) for message in prompt], self._chat(episode, what)
+            text, images = chat.prompt(messages), chat.images(messages) if chat.reads_images else []
         else:
-            messages, text = None, prompt if isinstance(prompt, str) else decode(self.tokenizer, [prompt], self.skip)[0]
-        ids = self.encode(prompt if messages is None else text, what)
+            messages, images = None, given_images(episode.row)
+            text = prompt if isinstance(prompt, str) else decode(self.tokenizer, [prompt], self.skip)[0]
+        shown = with_images({"prompt": text}, images) if images else {}
+        ids = self.encode(shown or {"prompt": prompt if messages is None else text}, what)
         if self.max_tokens is not None and len(ids) >= self.max_tokens:
             raise episode.fault(
                 f"its prompt has {len(ids)} tokens, and an episode may have {self.max_tokens}; shorten it, or raise "
@@ -164,7 +221,7 @@ class Player:
             )
         if messages is not None:
             self.check_template(messages, episode.row, what)
-        return _Script(ids, seed, text, messages)
+        return _Script(ids, seed, text, messages, shown)
 
     def check_template(self, messages: Sequence[Mapping[str, Any]], row: Row, what: str) -> None:
         """Check that the chat template renders all messages, and keeps them, once for each kind of conversation.
@@ -209,18 +266,19 @@ class Player:
 
     @staticmethod
     def _sample_outputs(
-        episodes: list[Episode], scripts: list[_Script], settings: SamplingConfig, turn: int, sample: Sample
+        episodes: list[Episode], scripts: list[_Script], settings: SamplingConfig, sample: Sample
     ) -> None:
         """Sample the next output of some episodes, and append it to their scripts."""
         drawn = sample(
-            [episode.row for episode in episodes],
+            [{**episode.row, **script.shown} for episode, script in zip(episodes, scripts, strict=True)],
             [script.context for script in scripts],
             settings,
-            [turn_seed(script.seed, turn) for script in scripts],
+            [turn_seed(script.seed, episode.turn) for episode, script in zip(episodes, scripts, strict=True)],
         )
         _append_outputs(scripts, drawn)
-        for episode, row in zip(episodes, drawn.rows, strict=True):  # a plugin's sampler may add columns
-            episode.row = {**episode.row, **{name: row[name] for name in row if name != "prompt"}}
+        for episode, script, row in zip(episodes, scripts, drawn.rows, strict=True):  # a plugin's may add columns
+            own = {"prompt", *script.shown}
+            episode.row = {**episode.row, **{name: row[name] for name in row if name not in own}}
 
     def _answer(self, episode: Episode, script: _Script, turn: Turn, eos: Sequence[int]) -> None:
         """Record the reward of an output, and append the observation if the episode goes on."""
@@ -309,8 +367,11 @@ class Player:
     # -------------------------------------------------------------------------------------------------- the result
 
     def _rollouts(self, episodes: list[Episode], scripts: list[_Script]) -> Rollouts:
-        rows = [{**episode.row, "prompt": script.text} for episode, script in zip(episodes, scripts, strict=True)]
-        numbers = {name: _joined(scripts, name) for name in NUMBERS}
+        rows = [
+            {**episode.row, **script.shown, "prompt": script.text}
+            for episode, script in zip(episodes, scripts, strict=True)
+        ]
+        numbers: dict[str, Any] = {name: _joined(scripts, name) for name in NUMBERS}
         logprobs, versions = numbers["logprobs"], [script.version for script in scripts if script.version is not None]
         rollouts = assemble(
             self.tokenizer,
@@ -325,6 +386,7 @@ class Player:
             versions=torch.stack(versions) if len(versions) == len(scripts) else None,
             stops=[],
             skip_special_tokens=self.skip,
+            images=self.images(rows) if any(script.shown for script in scripts) else None,
         )
         sequences = rollouts.sequences
         after = sequences.attention_mask & ~sequences.prompt_mask  # every prompt is followed by an output

@@ -8,34 +8,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit.models.joined import FilledColumns, no_mask
+
 WARMUP = 2
 """Steps before a graph is captured: libraries make their workspaces in the first ones."""
 
-Step = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+Step = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 class FixedStep:
     """A step of b rows whose inputs and results stay where they are; on a CUDA device a graph of it.
 
-    The step attends to all columns that the cache has room for. Those that are not written yet are masked, so shapes do
-    not depend on the number of tokens so far. A graph reads the weights where they are, and under autocast `Casts` of
-    them, which live as long as the response is sampled.
+    Attention is to the columns that each row has filled, of all that the cache has room for, so shapes do not depend on
+    the number of tokens so far. A graph reads the weights where they are, and under autocast `Casts` of them, which
+    live as long as responses are sampled.
 
     Args:
-        step: the model's step ``step(ids [b, 1], mask [b, 1, 1, W], positions [b, 1])``; W is the room of the cache. It
-            writes keys and values at the column `at`.
-        real: which columns are no padding, bool [b, W].
-        width: the number of columns written so far.
+        step: the model's step ``step(ids [b, 1], mask [1, 1, 1, 1], positions [b, 1], joined=...)``, which writes keys
+            and values at the column `at`, and attends by what is given as ``joined``.
+        rows: b.
+        device: the model's device.
         layers: the layers of the cache, with the attribute ``at``.
     """
 
-    def __init__(self, step: Step, real: Tensor, width: int, layers: list[Any]) -> None:
-        rows, device = len(real), real.device
+    def __init__(self, step: Step, rows: int, device: torch.device, layers: list[Any]) -> None:
         self.ids = torch.zeros((rows, 1), dtype=torch.long, device=device)
         self.positions = torch.zeros_like(self.ids)
-        self.mask = real[:, None, None].clone()
-        self.mask[..., width:] = False
-        self.at = torch.full((1,), width, device=device)
+        self.at = torch.zeros(1, dtype=torch.long, device=device)
         self.step, self.layers = step, layers
         self.graph: torch.cuda.CUDAGraph | None = None
         self.results: tuple[Tensor, Tensor | None] | None = None
@@ -48,7 +47,6 @@ class FixedStep:
         self.ids.copy_(last.unsqueeze(1))
         self.positions.copy_(lengths.unsqueeze(1))
         self.at.fill_(width)
-        self.mask[..., width] = True
         if self.ids.device.type != "cuda":
             return self._run()
         if self.graph is None:
@@ -62,7 +60,8 @@ class FixedStep:
         for layer in self.layers:
             layer.at = self.at
         try:
-            return self.step(self.ids, self.mask, self.positions)
+            filled = FilledColumns(self.at - self.positions.squeeze(1), self.positions.squeeze(1) + 1)
+            return self.step(self.ids, no_mask(self.ids.device), self.positions, joined=filled)
         finally:
             for layer in self.layers:
                 layer.at = None

@@ -11,7 +11,7 @@ from trainkit.rollouts.sampler import Generated
 class LocalEngine(Engine):
     """Generates with the trained model itself, by `trainkit.rollouts.sampler`; sampling and training take turns."""
 
-    abilities = frozenset[Ability](("encoder_decoder", "logit_mask", "steer"))
+    abilities = frozenset[Ability](("encoder_decoder", "images", "logit_mask", "steer"))
     own_copy = False
     exact = True
 
@@ -30,5 +30,7 @@ class LocalEngine(Engine):
     def submit(self, request: Request) -> Future[Generated]:
         """Generate now."""
         done: Future[Generated] = Future()
-        done.set_result(self.sampler.generate(request.queries, request.settings, request.seeds, self.version))
+        done.set_result(
+            self.sampler.generate(request.queries, request.settings, request.seeds, self.version, images=request.images)
+        )
         return done

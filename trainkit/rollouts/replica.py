@@ -49,7 +49,10 @@ class Replica:
         """Return the responses, with their tensors on the CPU."""
         assert self.version is not None, "an engine loads weights before it generates"
         with self._autocast():
-            responses = self.sampler.generate(request.queries, request.settings, request.seeds, self.version)
+            images = None if request.images is None else request.images.to(self.device)
+            responses = self.sampler.generate(
+                request.queries, request.settings, request.seeds, self.version, images=images
+            )
         logprobs, entropy, hidden = (
             None if x is None else x.cpu() for x in (responses.logprobs, responses.entropy, responses.hidden)
         )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -22,11 +23,13 @@ from transformers import (
 
 from trainkit.config import SamplingConfig
 from trainkit.data import Rollouts, Row, Sequences
+from trainkit.data.batches import Images
 from trainkit.data.pipeline import id_count
-from trainkit.errors import OutOfMemoryError
+from trainkit.errors import ConfigError, OutOfMemoryError
 from trainkit.functional import allow_logits, penalise_repetition, running_sums, truncate_logits
 from trainkit.models.compiling import uncompiled
 from trainkit.models.fitting import first_line, out_of_memory, release, rows_that_fit
+from trainkit.models.head import kernels_on
 from trainkit.models.loading import eos_ids, pad_id
 from trainkit.models.policy import check_logit_mask
 from trainkit.rollouts.decoding import CausalDecoder, Decoder, Seq2SeqDecoder, stepping_fault, vocabulary
@@ -41,6 +44,11 @@ log = logging.getLogger(__name__)
 SHRINK_AT = 0.75
 """Ended rows are removed from the batch once at most this share of rows is left; removing them copies the cache."""
 
+READ_EVERY = {"cuda": 8}
+"""After how many tokens the host looks which rows have ended, by the type of device; it waits for the device then."""
+
+UNCHANGED = {"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
+"""The settings with which tokens are sampled by the model's own probabilities, for which there is a kernel."""
 
 Purpose = Literal["train", "evaluate", "generate"]
 """What responses are sampled for: a collection of experience, an evaluation, or a call of ``generate``."""
@@ -60,7 +68,7 @@ class Sampler(Protocol):
         """Sample a response to each of ``queries`` (token ids, one list per row).
 
         Every random number of response b follows from ``seeds[b]``, below 2⁶³, and from nothing else: neither from the
-        other rows nor from earlier calls.
+        other rows nor from earlier calls. If prompts have images, they are given as ``images``, `Images` of the rows.
         """
         ...
 
@@ -110,7 +118,8 @@ class TokenSampler:
     """Samples from a language model with a key-value cache, one token per step for the whole batch.
 
     A prompt that occurs several times is run once. The cache is allocated once. Rows that have ended are removed from
-    the batch. The random numbers of a row follow from its seed alone.
+    the batch; if memory does not suffice for all rows at a time, the next ones take their places. The random numbers of
+    a row follow from its seed alone.
 
     Ids beyond those of the tokenizer, to which a head may be padded, are not sampled.
 
@@ -168,9 +177,10 @@ class TokenSampler:
         settings: SamplingConfig,
         seeds: Sequence[int],
         purpose: Purpose = "generate",
+        images: Images | None = None,
     ) -> Rollouts:
         """Sample a response to each of ``queries``; token t of response b is drawn with number t of ``seeds[b]``."""
-        responses = self.generate(queries, settings, seeds)
+        responses = self.generate(queries, settings, seeds, images=images)
         return assemble(
             self.tokenizer,
             rows,
@@ -182,6 +192,7 @@ class TokenSampler:
             hidden=responses.hidden,
             stops=settings.stop_sequences,
             skip_special_tokens=self.skip_special_tokens,
+            images=images,
         )
 
     @torch.no_grad()
@@ -192,6 +203,7 @@ class TokenSampler:
         seeds: Sequence[int],
         version: int = 0,
         watch: Callable[[Tensor, Tensor], None] | None = None,
+        images: Images | None = None,
     ) -> Generated:
         """Return a response to each of ``queries`` as token ids; of half as many at a time if memory does not suffice.
 
@@ -202,60 +214,81 @@ class TokenSampler:
             version: that of the weights.
             watch: called with the indices [b] of responses and the next token [b] of each, when these are chosen. All
                 are then sampled at once.
+            images: those of the prompts.
 
         Raises:
             OutOfMemoryError: one response does not fit into memory.
         """
+        columns, more = max(map(len, queries), default=0) + settings.max_new_tokens, settings.max_new_tokens // 4
+        fit, fit_with_more = (rows_that_fit(self.model, each) for each in (columns, columns + more))
         while True:
             most = len(queries)
             if watch is None:
-                fit = rows_that_fit(self.model, max(map(len, queries), default=0) + settings.max_new_tokens)
                 most = min(each for each in (most, self.most, fit) if each is not None)
-            parts: list[Generated] = []
+                if most < len(queries) and fit_with_more is not None:  # of rows that take the places of others
+                    most = min(most, fit_with_more)
+            draws = uniforms(torch.tensor(seeds, device=self.model.device), settings.max_new_tokens + 1)
+            responses = _Responses(self, queries, settings, draws, watch)
             try:
-                for start in range(0, len(queries), most):
-                    part = slice(start, start + most)
-                    parts.append(self._generate(queries[part], settings, seeds[part], version, watch))
-                return Generated.cat(parts)
+                with packed(self.model), uncompiled(self.model), self.decoder.casting():
+                    if self.fault and images is not None:
+                        raise ConfigError(
+                            f"{type(self.model).__name__} cannot be sampled from with images, because it has no "
+                            f"key-value cache that can be used ({self.fault}); give another model"
+                        )
+                    if self.fault:
+                        _by_generate(self.decoder, queries, responses, most)
+                    elif queries:
+                        self._by_steps(queries, responses, most, images)
+                return responses.generated(version)
             except (RuntimeError, MemoryError) as error:
                 if not out_of_memory(error) or watch is not None:
                     raise
                 fault = first_line(error)
-            if (tried := min(most, len(queries))) == 1:
+            if most == 1:
                 raise OutOfMemoryError(
                     f"a response of {settings.max_new_tokens} tokens to a prompt of {max(map(len, queries))} does not "
                     f"fit into memory ({fault}). Lower rollout.max_new_tokens, or set model.dtype to bfloat16"
                 )
-            self.most = tried // 2
+            self.most = most // 2
             release()
-            log.warning("%d responses at a time do not fit into memory; sampling %d at a time", tried, self.most)
+            log.warning("%d responses at a time do not fit into memory; sampling %d at a time", most, self.most)
 
-    def _generate(
-        self,
-        queries: list[list[int]],
-        settings: SamplingConfig,
-        seeds: Sequence[int],
-        version: int,
-        watch: Callable[[Tensor, Tensor], None] | None,
-    ) -> Generated:
-        draws = uniforms(torch.tensor(seeds, device=self.model.device), settings.max_new_tokens)
-        responses = _Responses(self, queries, settings, draws, watch)
-        with packed(self.model), uncompiled(self.model):
-            if self.fault:
-                _by_generate(self.decoder, queries, responses)
-                return responses.generated(version)
-            active, logits, hidden = self.decoder.prefill(queries, responses.room)
-            for step in range(responses.room):
-                tokens, alive = responses.extend(step, active.rows, active.last, logits, hidden)
-                left, rows = int(alive.sum()), len(active.rows)
-                if left == 0 or step == responses.room - 1:
+    def _by_steps(self, queries: list[list[int]], responses: _Responses, most: int, images: Images | None) -> None:
+        """Sample all responses, at most so many at a time, one token of each per step."""
+        begun, room = 0, responses.room - 1  # the last token is not read
+        if most < len(queries):  # columns of rows that end later than others, and of longer prompts
+            room += responses.room // 4 + max(map(len, queries)) - max(map(len, queries[:most]))
+        every = 1 if responses.watch else READ_EVERY.get(self.model.device.type, 1)
+
+        def begin(count: int, room: int) -> Any:
+            nonlocal begun
+            part = slice(begun, begun + count)
+            own = {} if images is None else {"images": images.take(torch.arange(len(queries))[part])}
+            active, logits, hidden = self.decoder.prefill(queries[part], room, **own)
+            active.rows += begun
+            active.last = responses.extend(active.rows, active.last, logits, hidden)
+            begun += len(active.rows)
+            return active
+
+        active = begin(most, room)
+        for step in count(1):
+            if step % every == 0 or active.room == 0:
+                alive = responses.going_on(active.rows)
+                left, waiting = int(alive.sum()), begun < len(queries)
+                if left == 0 and not waiting:
                     break
-                # an EOS that ended a row may equal padding
-                active.last = tokens if left == rows else torch.where(alive, tokens, active.last)
-                if left <= rows * SHRINK_AT:
+                if left == 0:
+                    active = begin(most, room)
+                    continue
+                if left <= len(alive) * SHRINK_AT or active.room == 0:
                     active.keep(alive.nonzero().squeeze(-1))
-                logits, hidden = self.decoder.next(active)
-        return responses.generated(version)
+                    if waiting and active.joins:
+                        active.join(begin(most - left, 0))
+                    elif active.room == 0:
+                        active.align()
+            logits, hidden = self.decoder.next(active)
+            active.last = responses.extend(active.rows, active.last, logits, hidden)
 
 
 class CausalSampler(TokenSampler):
@@ -320,18 +353,22 @@ class _Responses:
         draws: Tensor,
         watch: Callable[[Tensor, Tensor], None] | None = None,
     ) -> None:
-        (count, self.room), device, self.watch = draws.shape, draws.device, watch
-        self.sampler, self.settings = sampler, settings
-        self.eos = torch.tensor([*eos_ids(sampler.model, sampler.tokenizer), *settings.stop_token_ids], device=device)
-        special = sampler.tokenizer.all_special_ids  # they may have no text
-        self.special = torch.tensor(special, dtype=torch.long, device=device)
-        self.draws = draws.t().contiguous()  # [R, B]: a step reads and writes one row of each of these tensors
-        self.tokens = torch.zeros((self.room, count), dtype=torch.long, device=device)
-        self.logprobs = torch.zeros((self.room, count), device=device)
-        self.entropy = torch.zeros((self.room, count), device=device)
-        self.hidden: Tensor | None = None  # [R, B, D], if requested
-        self.taken = torch.zeros((self.room, count), dtype=torch.bool, device=device)  # the terminating token included
+        count, device, self.watch = len(queries), draws.device, watch
+        self.sampler, self.settings, self.room = sampler, settings, settings.max_new_tokens
+        eos = [*eos_ids(sampler.model, sampler.tokenizer), *settings.stop_token_ids]
+        self.eos = torch.tensor([each for each in eos if each < sampler.vocabulary], dtype=torch.long, device=device)
+        self.special = {*sampler.tokenizer.all_special_ids}  # they may have no text
+        plain = sampler.steer is None and all(getattr(settings, name) == off for name, off in UNCHANGED.items())
+        plain &= not (settings.temperature == 0 and settings.min_new_tokens)
+        self.kernels = kernels_on(device.type) if plain else None
+        self.draws = draws.t().contiguous()  # [R + 1, B]: a step reads and writes one row of each of these tensors
+        self.tokens = torch.zeros(self.draws.shape, dtype=torch.long, device=device)
+        self.logprobs, self.entropy = torch.zeros_like(self.draws), torch.zeros_like(self.draws)
+        self.hidden: Tensor | None = None  # [R + 1, B, D], if requested
+        self.lengths = torch.zeros(count, dtype=torch.long, device=device)  # the terminating token included
         self.alive = torch.ones(count, dtype=torch.bool, device=device)
+        self.stopped = set[int]()  # the rows with a stop string
+        self.searched = [0] * count  # the number of tokens in which stop strings have been looked for
         self.seen: Tensor | None = None  # bool [B, V], tokens that have occurred, if they are penalised
         if settings.repetition_penalty != 1:
             self.seen = torch.zeros((count, vocabulary(sampler.model)), dtype=torch.bool)
@@ -339,47 +376,49 @@ class _Responses:
                 row[sampler.decoder.prefix or query] = True
             self.seen = self.seen.to(device)
 
-    def extend(
-        self, step: int, rows: Tensor, previous: Tensor, logits: Tensor, hidden: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Choose and store the next token of ``rows`` [b].
-
-        Tokens stored after the end of a response are ignored.
+    def extend(self, rows: Tensor, previous: Tensor, logits: Tensor, hidden: Tensor | None) -> Tensor:
+        """Choose the next token of ``rows`` [b], and store it in those that go on; return the tokens [b].
 
         Args:
-            step: the number of tokens that the responses have already.
-            rows: the indices [b] of these rows among the B rows, in ascending order.
+            rows: the indices [b] of these rows among the B rows.
             previous: the previous tokens [b].
-            logits: the model's logits [b, V], in float32.
+            logits: the model's logits [b, V].
             hidden: the states [b, D] that the logits come from.
 
         Returns:
-            The chosen tokens [b], and which of these responses go on, bool [b].
+            The chosen tokens; of rows that have ended the previous ones, as an EOS that ended a row may be padding.
         """
-        logits = logits[:, : self.sampler.vocabulary]  # a head may be padded beyond the tokens of the tokenizer
-        every = len(rows) == len(self.alive)
-        at: Any = step if every else (step, rows)  # indexing by ``rows`` is slow
-        plain = _TokenDistribution(self._scale(logits, previous))
-        odds = self._restrict(plain, step, rows, previous, logits, hidden)
-        tokens = odds.draw(self.draws[at], self.settings.temperature)
-        self.tokens[at] = tokens
-        self.logprobs[at], self.entropy[at] = plain.logprobs_and_entropy(tokens)
+        lengths, alive = self.lengths[rows], self.alive[rows]
+        at = lengths, rows
+        tokens, self.logprobs[at], self.entropy[at] = self._choose(rows, previous, logits, hidden, self.draws[at])
+        self.tokens[at] = tokens  # behind the end of a response it is ignored
         if self.sampler.keeps_states and hidden is not None:
             if self.hidden is None:
                 self.hidden = hidden.new_zeros((*self.tokens.shape, hidden.size(-1)))
             self.hidden[at] = hidden
         if self.seen is not None:
             self.seen[rows, tokens] = True
-        alive = self.alive if every else self.alive[rows]
         if self.watch is not None:
             self.watch(rows[alive], tokens[alive])
-        self.taken[at] = alive
-        goes_on = alive & ~self._ended(step, rows, tokens)
-        if every:
-            self.alive = goes_on
-        else:
-            self.alive[rows] = goes_on
-        return tokens, goes_on
+        goes_on = alive & torch.isin(tokens, self.eos, invert=True) & (lengths < self.room - 1)
+        self.lengths[rows], self.alive[rows] = lengths + alive, goes_on
+        return torch.where(goes_on, tokens, previous)
+
+    def _choose(
+        self, rows: Tensor, previous: Tensor, logits: Tensor, hidden: Tensor | None, draws: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tokens, their log-probabilities and the entropies of their distributions, all [b]."""
+        temperature, sampler = self.settings.temperature, self.sampler
+        if self.kernels is not None:
+            least = self.settings.min_new_tokens
+            early = (self.lengths[rows] < least, self.eos) if least else ()
+            inputs = (logits, draws, temperature, sampler.vocabulary, sampler.logit_mask, previous, *early)
+            tokens, logprobs, entropies = self.kernels.choose(*inputs)
+            return tokens, logprobs, entropies
+        logits = logits[:, : sampler.vocabulary].float()  # a head may be padded beyond the tokens of the tokenizer
+        plain = _TokenDistribution(self._scale(logits, previous))
+        tokens = self._restrict(plain, rows, previous, logits, hidden).draw(draws, temperature)
+        return tokens, *plain.logprobs_and_entropy(tokens)
 
     def _scale(self, logits: Tensor, previous: Tensor) -> Tensor:
         scaled = logits if self.settings.temperature in (0, 1) else logits / self.settings.temperature
@@ -388,7 +427,6 @@ class _Responses:
     def _restrict(
         self,
         plain: _TokenDistribution,
-        step: int,
         rows: Tensor,
         previous: Tensor,
         logits: Tensor,
@@ -405,38 +443,52 @@ class _Responses:
             padding = vocabulary(self.sampler.model) - scores.size(-1)
             whole = pad(scores, (0, padding), value=-torch.inf) if padding else scores
             scores = self.sampler.steer(whole, hidden, settings)[:, : logits.size(-1)]
-        if step < settings.min_new_tokens:
-            going_on = scores.index_fill(-1, self.eos[self.eos < scores.size(-1)], -torch.inf)
-            scores = torch.where(going_on.isfinite().any(-1, keepdim=True), going_on, scores)  # a mask may force EOS
+        if settings.min_new_tokens and _may(short := self.lengths[rows] < settings.min_new_tokens):
+            going_on = scores.index_fill(-1, self.eos, -torch.inf)
+            short &= going_on.isfinite().any(-1)  # a mask may force EOS
+            scores = torch.where(short.unsqueeze(-1), going_on, scores)
         scores = truncate_logits(scores, top_k=settings.top_k, top_p=settings.top_p, min_p=settings.min_p)
         return plain if scores is plain.scores else _TokenDistribution(scores)
 
-    def _ended(self, step: int, rows: Tensor, tokens: Tensor) -> Tensor:
-        """Return bool [b]: the rows whose last token is EOS or a stop token, or completes a stop string."""
-        ended, stops = (tokens.unsqueeze(-1) == self.eos).any(-1), self.settings.stop_sequences
-        if not stops:
-            return ended
-        # the last token completes it, so it is in the last tokens if each is a character, or one of the parts of one
-        begin = max(step + 1 - PARTS * (max(map(len, stops)) + 2), 0)
-        last = self.tokens[begin : step + 1, rows]
-        stopped = self._has_stop(last)
-        if begin and (unsure := stopped | torch.isin(last, self.special).any(0)).any():
-            stopped[unsure] = self._has_stop(self.tokens[: step + 1, rows[unsure]])
-        return ended | stopped
+    def going_on(self, rows: Tensor) -> Tensor:
+        """Look for stop strings in ``rows`` [b], and return which of them go on, bool [b]."""
+        if self.settings.stop_sequences:
+            self._stop(rows.tolist())
+        return self.alive[rows]
 
-    def _has_stop(self, tokens: Tensor) -> Tensor:
-        """Return bool [b]: in the text of which of the columns [*, b] there is a stop string."""
-        texts = decode(self.sampler.tokenizer, tokens.t(), self.sampler.skip_special_tokens)
-        has_stop = [any(stop in text for stop in self.settings.stop_sequences) for text in texts]
-        return torch.tensor(has_stop, dtype=torch.bool, device=tokens.device)
+    def _stop(self, rows: list[int]) -> None:
+        """End rows behind the first token since the last call that completes a stop string."""
+        lengths, begins = self.lengths.tolist(), self.searched.copy()
+        # the last token completes it, so it is in the last tokens if each is a character, or one of the parts of one
+        span = PARTS * (max(map(len, self.settings.stop_sequences)) + 2) - 1
+        rows = [row for row in rows if lengths[row] > begins[row]]
+        first = max(min((begins[row] for row in rows), default=0) - span, 0)
+        recent = self.tokens[first : max(lengths)].t().tolist()
+        last = [recent[row][max(begins[row] - span - first, 0) : lengths[row] - first] for row in rows]
+        for row, tokens, stopped in zip(rows, last, self._have_stop(last), strict=True):
+            if stopped or (begins[row] > span and not self.special.isdisjoint(tokens)):
+                whole = self.tokens[: lengths[row], row].tolist()
+                texts = [whole[:end] for end in range(begins[row] + 1, len(whole) + 1)]
+                ends = [len(text) for text, stopped in zip(texts, self._have_stop(texts), strict=True) if stopped]
+                if ends:
+                    self.lengths[row], self.alive[row] = ends[0], False
+                    self.stopped.add(row)
+            self.searched[row] = lengths[row]
+
+    def _have_stop(self, tokens: list[list[int]]) -> list[bool]:
+        """Return of each list of tokens whether there is a stop string in its text."""
+        texts = decode(self.sampler.tokenizer, tokens, self.sampler.skip_special_tokens)
+        return [any(stop in text for stop in self.settings.stop_sequences) for text in texts]
 
     def generated(self, version: int) -> Generated:
         """Return the sampled responses."""
-        lengths, alive, taken = self.taken.sum(0).tolist(), self.alive.tolist(), self.taken.t()
-        computed = not self.sampler.fault
+        lengths, computed = self.lengths.tolist(), not self.sampler.fault
+        taken = torch.arange(self.room + 1, device=self.lengths.device) < self.lengths.unsqueeze(1)  # [B, R + 1]
+        ids = [row[:length] for row, length in zip(self.tokens.t().tolist(), lengths, strict=True)]
+        ends = {*self.eos.tolist()}
         return Generated(
-            [row[:length] for row, length in zip(self.tokens.t().tolist(), lengths, strict=True)],
-            ["length" if goes_on else "stop" for goes_on in alive],
+            ids,
+            ["stop" if row in self.stopped or own[-1] in ends else "length" for row, own in enumerate(ids)],
             [version] * len(lengths),
             logprobs=self.logprobs.t()[taken] if computed else None,
             entropy=self.entropy.t()[taken] if computed else None,
@@ -460,7 +512,7 @@ class _TokenDistribution:
         at = uniforms.unsqueeze(-1) * mass[:, -1:]
         token = torch.searchsorted(mass, at, right=True).clamp_(max=mass.size(-1) - 1)
         possible = self.weights.gather(-1, token) > 0
-        if not possible.all():  # rounding may select a token of probability 0
+        if _may(~possible):  # rounding may select a token of probability 0
             token = torch.where(possible, token, self.scores.argmax(-1, keepdim=True))
         return token.squeeze(-1)
 
@@ -473,11 +525,19 @@ class _TokenDistribution:
         return chosen - log_total, log_total - mean
 
 
+def _may(mask: Tensor) -> bool:
+    """Return whether an element may be True; on a CUDA device without waiting for it."""
+    return mask.is_cuda or bool(mask.any())
+
+
 # --------------------------------------------------------------------------------- models that only generate() can run
 
 
-def _by_generate(decoder: Decoder, queries: list[list[int]], responses: _Responses) -> None:
-    """Sample all responses with the model's own ``generate``, grouped by prompt length so that nothing is padded."""
+def _by_generate(decoder: Decoder, queries: list[list[int]], responses: _Responses, most: int) -> None:
+    """Sample all responses with the model's own ``generate``, at most so many at a time.
+
+    They are grouped by prompt length, so that nothing is padded.
+    """
     model, prefix = decoder.model, decoder.prefix
     groups: dict[int, list[int]] = {}
     for row, query in enumerate(queries):
@@ -490,7 +550,7 @@ def _by_generate(decoder: Decoder, queries: list[list[int]], responses: _Respons
         disable_compile=True,
         decoder_start_token_id=prefix[0] if prefix else None,
     )
-    for width, members in groups.items():
+    for members in (own[begin : begin + most] for own in groups.values() for begin in range(0, len(own), most)):
         rows = torch.tensor(members, device=model.device)
         ids = torch.tensor([queries[row] for row in members], device=model.device)
         start = {"decoder_input_ids": torch.tensor([prefix] * len(members), device=model.device)} if prefix else {}
@@ -500,7 +560,7 @@ def _by_generate(decoder: Decoder, queries: list[list[int]], responses: _Respons
                 attention_mask=torch.ones_like(ids),
                 **start,
                 generation_config=settings,
-                logits_processor=LogitsProcessorList([_Chooser(responses, rows, len(prefix) or width, states)]),
+                logits_processor=LogitsProcessorList([_Chooser(responses, rows, states)]),
                 stopping_criteria=StoppingCriteriaList([_Ended(responses, rows)]),
             )
 
@@ -535,14 +595,13 @@ def _seen_states(model: PreTrainedModel, seen: bool) -> Iterator[list[Tensor]]:
 class _Chooser(LogitsProcessor):
     """Makes ``generate`` choose the token that the sampler has chosen."""
 
-    def __init__(self, responses: _Responses, rows: Tensor, width: int, states: list[Tensor]) -> None:
-        self.responses, self.rows, self.width, self.states = responses, rows, width, states
+    def __init__(self, responses: _Responses, rows: Tensor, states: list[Tensor]) -> None:
+        self.responses, self.rows, self.states = responses, rows, states
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return logits [b, V] that are 0 at the token sampled from ``scores`` [b, V] and −inf elsewhere."""
-        step = input_ids.size(1) - self.width
         states = self.states[0] if self.states else None
-        tokens, _ = self.responses.extend(step, self.rows, input_ids[:, -1], scores.float(), states)
+        tokens = self.responses.extend(self.rows, input_ids[:, -1], scores, states)
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens.unsqueeze(-1), 0.0)
 
 
@@ -554,7 +613,7 @@ class _Ended(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         """Return bool [b], True for responses that have ended."""
-        return ~self.responses.alive[self.rows]
+        return ~self.responses.going_on(self.rows)
 
 
 # ---------------------------------------------------------------------------------------------------- ids and text
@@ -574,6 +633,7 @@ def assemble(
     sampled: Sequence[Sequence[bool]] | None = None,
     stops: list[str],
     skip_special_tokens: bool,
+    images: Images | None = None,
 ) -> Rollouts:
     """Build rollouts from token ids: sequences with masks from the lengths, and text truncated at stop strings.
 
@@ -591,6 +651,7 @@ def assemble(
             and not trained on. None: all of them.
         stops: strings at which text is truncated.
         skip_special_tokens: omit special tokens from the text.
+        images: those of the prompts.
     """
     if sampled is None:
         sampled = [[True] * len(response) for response in responses]
@@ -598,7 +659,8 @@ def assemble(
         [[*query, *response] for query, response in zip(queries, responses, strict=True)],
         [[False] * len(query) + [*chosen] for query, chosen in zip(queries, sampled, strict=True)],
         pad_id(tokenizer),
-    ).to(terminated.device)
+    )
+    sequences = replace(sequences, images=images).to(terminated.device)
     texts = [row["prompt"] if isinstance(row.get("prompt"), str) else None for row in rows]
     decoded = decode(
         tokenizer, [q for q, text in zip(queries, texts, strict=True) if text is None], skip_special_tokens

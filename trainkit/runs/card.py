@@ -7,7 +7,7 @@ import math
 import re
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainkit.config import Plain
 from trainkit.errors import printable
@@ -19,9 +19,14 @@ from trainkit.security import is_secret
 if TYPE_CHECKING:
     from trainkit.runs.view import RunView
 
+P = TypeVar("P")
 CARD = "README.md"
 ROWS = 10
 """Steps at most of which the card shows the main metric."""
+BARS = "▁▂▃▄▅▆▇█"
+"""The curve of the main metric is made of these."""
+WIDTH = 48
+"""Steps at most of the curve."""
 OURS = "<!-- Every export by trainkit writes this file anew. Remove this line to keep what you change. -->"
 """The line that marks a model card as written by trainkit, not by hand."""
 LIBRARIES = ("torch", "transformers")
@@ -114,13 +119,30 @@ def _facts(trainer: RunView) -> dict[str, str]:
 
 
 def _training(trainer: RunView) -> str:
-    """Return a table of the main metric over the steps so far, evenly thinned out; empty if none is recorded."""
+    """Return a curve and a table of the main metric over the steps so far; empty if none is recorded."""
     series = Record(trainer.run_dir).series if trainer.run_dir is not None else {}
     if (metric := main_metric(series)) is None:
         return ""
-    *before, last = series[metric].items()
-    shown = [*before[:: max(math.ceil(len(before) / (ROWS - 1)), 1)], last]
-    return _table(f"## Training: {_cell(metric)} by step", {str(step): f"{value:.4g}" for step, value in shown})
+    points = [*series[metric].items()]
+    shown = {str(step): f"{value:.4g}" for step, value in thinned(points, ROWS)}
+    title, line = f"## Training: {_cell(metric)} by step", curve([value for _, value in points])
+    return _table(f"{title}\n\n{line}" if line else title, shown)
+
+
+def thinned(points: list[P], most: int) -> list[P]:
+    """Return at most so many of the points, evenly, with the last one."""
+    *before, last = points
+    return [*before[:: max(math.ceil(len(before) / (most - 1)), 1)], last]
+
+
+def curve(values: list[float]) -> str:
+    """Return the curve of a metric as a line of bars, between its smallest and largest value; empty for less than 3."""
+    known = [value for value in values if math.isfinite(value)]
+    if len(known) < 3:
+        return ""
+    low, high = min(known), max(known)
+    places = [int((value - low) / ((high - low) or 1) * (len(BARS) - 1) + 0.5) for value in thinned(known, WIDTH)]
+    return f"`{''.join(BARS[place] for place in places)}` from {low:.4g} (lowest) to {high:.4g} (highest bar)"
 
 
 def _evaluation(trainer: RunView) -> str:

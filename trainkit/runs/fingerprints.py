@@ -15,7 +15,7 @@ Fingerprints = dict[str, str]
 
 
 def of_rows(rows: Sequence[Mapping[str, Any]]) -> Fingerprints:
-    """Return the fingerprint of each column of the data. Of what is no plain data, such as images, the type counts."""
+    """Return the fingerprint of each column of the data. Of what is neither plain data nor bytes, the type counts."""
     hashes: dict[str, Any] = {}
     for index, row in enumerate(rows):
         for name, value in row.items():
@@ -25,7 +25,9 @@ def of_rows(rows: Sequence[Mapping[str, Any]]) -> Fingerprints:
 
 
 def _plain(value: Any) -> Any:
-    """Return an array or tensor as a list, and anything else as the name of its type."""
+    """Return an array or tensor as a list, a hash of bytes and images, and anything else as the name of its type."""
+    if isinstance(value, bytes) or hasattr(value, "convert"):  # a PIL.Image
+        return hashlib.sha256(value if isinstance(value, bytes) else value.tobytes()).hexdigest()
     return value.tolist() if hasattr(value, "tolist") else type(value).__qualname__
 
 

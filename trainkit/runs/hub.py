@@ -87,7 +87,7 @@ def push(
 
     api, files = HfApi(token=token), published(export)
     if base := _local_base(export):
-        whole = f"trainkit merge {shlex.quote(str(export))} merged, then trainkit push merged {repo}"
+        whole = f"trainkit export {shlex.quote(str(export))} merged, then trainkit push merged {repo}"
         log.warning(
             "%s is an adapter of %s, a directory that nobody else has. To publish the whole model: %s",
             export,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from trainkit.data.images import given_images, thumbnail, with_images
 from trainkit.plugins import hookimpl
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class JsonLines:
         """Append a line per evaluated sample, without its tensors."""
         plain = [{key: value for key, value in sample.items() if not isinstance(value, Tensor)} for sample in samples]
         records = [{"step": step, "kind": "evaluation", **sample} for sample in plain]
-        append(trainer.run_dir, "samples.jsonl", records)
+        append(trainer.run_dir, "samples.jsonl", _small(records))
 
     @hookimpl
     def on_experience(self, trainer: RunView, rollouts: list[Rollouts], experience: Any) -> None:
@@ -68,7 +69,7 @@ class JsonLines:
         recorded, count = is_recorded(trainer.collector.collection.number), sum(map(len, rollouts))
         at = {"step": trainer.progress.step, "kind": "rollout"}
         known = islice(chain.from_iterable(map(_records, rollouts)), None if recorded else NEWEST)
-        records = [{**at, **record} for record in known]
+        records = _small([{**at, **record} for record in known])
         advantages = _advantages(experience)
         if len(advantages) == count:  # an algorithm may make other rows than one for each response
             records = [{**each, "advantage": value} for each, value in zip(records, advantages, strict=False)]
@@ -130,6 +131,18 @@ def _records(part: Rollouts) -> Iterator[dict[str, Any]]:
             **({"columns": {name: values[index] for name, values in columns.items()}} if columns else {}),
             **({"episode": turns[index]} if turns else {}),
         }
+
+
+def _small(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return records with thumbnails in the place of images; those of responses to one prompt are made once."""
+    made: dict[int, list[str]] = {}
+    for at, record in enumerate(records):
+        columns = record.get("columns") or {}
+        if images := given_images(columns):
+            known = columns["images"] if "images" in columns else columns["image"]
+            small = made.get(id(known)) or made.setdefault(id(known), [thumbnail(image) for image in images])
+            records[at] = {**record, "columns": with_images(columns, small)}
+    return records
 
 
 def _advantages(experience: Any) -> list[float]:

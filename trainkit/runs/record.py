@@ -69,11 +69,13 @@ class Record:
         """Return the run itself.
 
         Raises:
-            DataError: it is not one of trainkit.
+            DataError: it is not one of trainkit, or of another version.
             ConfigError, DataError: as `config`.
         """
         if not isinstance(self.config.get("method"), dict | str):
             raise DataError(f"{str(self.path)!r} is no run of trainkit: its config.yaml names no method")
+        if any("step" not in start for start in self.starts):
+            raise DataError(f"{str(self.path / STARTS)!r} has a start without a step; another version made the run")
         return self
 
     @property

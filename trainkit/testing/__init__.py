@@ -9,12 +9,13 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from trainkit.testing.declarations import Declaration, Effect, Structure, World
+from trainkit.testing.declarations import Declaration, Effect, Structure, Target, World
 
 __all__ = [
     "Declaration",
     "Effect",
     "Structure",
+    "Target",
     "World",
     "character_tokenizer",
     "nudged",

@@ -200,6 +200,21 @@ class Structure:
 
 
 @dataclass(frozen=True)
+class Target:
+    """A quantity that follows another, as target networks and running means do: t ← t + rate · (source − t).
+
+    Args:
+        value: returns the quantity of a trainer, [] or [N].
+        source: returns what it follows, of the same shape, after an optimizer step or a collection that has moved it.
+        rate: returns the rate from the settings of the method; one minus it is the decay.
+    """
+
+    value: Callable[[Any], float | Tensor]
+    source: Callable[[Any], float | Tensor]
+    rate: Callable[[Any], float]
+
+
+@dataclass(frozen=True)
 class Declaration:
     """What an algorithm declares for tests. Settings are dotted paths, such as ``method.kl_coef``.
 
@@ -214,6 +229,7 @@ class Declaration:
         effects: by field of the method, what changing the field does. Without it, the kit only checks that a field has
             some effect, which a wrong sign has, too.
         structure: what the kit checks about the algorithm's structure.
+        targets: quantities that follow others, by name.
         expected_failures: checks that the algorithm cannot pass, each with the reason, such as ``{"given_responses":
             "the greedy response is not given"}``. It is an error if one passes.
     """
@@ -223,6 +239,7 @@ class Declaration:
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     effects: Mapping[str, Effect | Sequence[Effect]] = field(default_factory=dict)
     structure: Sequence[Structure] = ()
+    targets: Mapping[str, Target] = field(default_factory=dict)
     expected_failures: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -112,10 +112,10 @@ def tiny_trainer(
         given = {**_paying(cls.inputs_for(config.method)), **given}
     prompts, samples, rewards = (given.pop(key, None) for key in ("prompts", "samples", "rewards"))
     trainer = cls(config, callbacks=callbacks, **given)
-    if trainer.online:
-        trainer.add_prompt_pipeline(prompts)
-    else:
+    if "samples" in trainer.inputs or not trainer.online:
         trainer.add_samples(samples, rewards)
+    else:
+        trainer.add_prompt_pipeline(prompts)
     if getattr(cls, "generates", True):
         trainer.add_eval_pipeline(prompts)
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,18 +16,21 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from trainkit import metrics as m
 from trainkit.config import MethodConfig, SamplingConfig, TRLConfig, sweep
-from trainkit.data import Batch, Preferences, Prompts, Rollouts, Row, Sequences, prompt_rows
+from trainkit.data import Batch, Preferences, Prompts, Rollouts, Row, Sequences, prompt_rows, prompted
+from trainkit.data.batches import columns_of
 from trainkit.data.columns import without
 from trainkit.errors import ConfigError, DataError, RegistryError
 from trainkit.models import Frozen, Policy, Reference, TokenOutputs, load_model, make_policy
 from trainkit.models.adapters import bare, has_adapter, has_score_head
 from trainkit.models.loading import check_trains_weights, reads_more
 from trainkit.models.policy import check_logit_mask
+from trainkit.plugins.hooks import entry_name
 from trainkit.rollouts import EnvironmentMaker, RewardFn, Sampler, check_maker
+from trainkit.rollouts.engines import engine_class
 from trainkit.rollouts.rewards import check_keywords
 from trainkit.runs.fingerprints import of_maker, of_tokenizer
 from trainkit.runs.health import Health
-from trainkit.seeding import PLACE, SEEDED
+from trainkit.seeding import SEEDED
 from trainkit.trainer import generation
 from trainkit.trainer.base import overridden
 from trainkit.trainer.branching import branch
@@ -82,9 +85,15 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
     """Whether encoder-decoders can be trained; if not, they are refused at construction."""
     environments: ClassVar[bool] = True
     """Whether an environment may take the place of the reward function: whether experience can be of several turns."""
+    forks: ClassVar[bool] = False
+    """Whether it calls `branch` for episodes; their environments are then copied before every output."""
+    images: ClassVar[bool] = True
+    """Whether prompts and samples may have images, if the model reads any; if not, such rows are refused."""
     columns: ClassVar[tuple[str, ...]] = ()
     """Columns of samples that the algorithm reads, besides those of their format. Others are named in a warning, as are
     those of prompts if there is no reward function, metric function or environment to get them."""
+
+    low_by_default = True
 
     corrections: ClassVar[tuple[str, ...]] = ()
     """The values of `rollout.correction`, besides ``"none"``, that the algorithm supports: ``"sampler"`` if its loss
@@ -131,6 +140,8 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         """Prompts and samples as token ids."""
         self.sampling = self._make_sampling()
         """What samples responses, and plays episodes."""
+        if {"images", "logit_mask"} & self.sampling.engine_class.abilities:  # others train on text alone
+            self.logit_mask = self.text.without_images(self.logit_mask)
         self.scoring = Scoring(
             self,
             self.text,
@@ -176,6 +187,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
             tokenizer=self._given_tokenizer,
             generates=self.generates,
             encoder_decoders=self.encoder_decoders,
+            why_no_images=self._why_no_images,
             inputs=self.inputs,
             columns=self.columns,
             began=self.identity.began,
@@ -190,6 +202,19 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
             )
         return text
 
+    @property
+    def _why_no_images(self) -> str | None:
+        """Why rows may have no images in this run, and what to do; None if they may."""
+        rollout, train = self.config.rollout, self.config.train
+        if not self.images:
+            return f"{self.config.method.name!r} learns from text alone; give another method"
+        if "images" not in engine_class(rollout.engine).abilities:
+            return f"the engine {entry_name(rollout.engine)!r} reads text alone; set rollout.engine to 'local'"
+        if self.parallel.sharding.keeps_sharded and not self.parallel.sharding.images:
+            name = entry_name(train.sharding)
+            return f"train.sharding {name!r} needs the same passes in all processes; set it to 'none'"
+        return None
+
     def _make_sampling(self) -> Sampling:
         return Sampling(
             self.config,
@@ -199,6 +224,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
             self.recorder,
             self.progress,
             environment=self.environment,
+            forks=self.forks,
             logit_mask=lambda: self.logit_mask,
             steer=self.steer if overridden(self.steer, AccelerateRLTrainer.steer) else None,
             make_sampler=lambda: self.hooks.hook.make_sampler(trainer=self),
@@ -354,7 +380,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         """Raise a `ConfigError` if reward or metric function do not take the keywords that they will be called with."""
         if self.environment is not None or overridden(self.score, AccelerateRLTrainer.score):
             return
-        columns = dict.fromkeys(str(name) for row in rows for name in row if name not in ("prompt", PLACE))
+        columns = dict.fromkeys(map(str, columns_of(rows)))
         usual = ("samples", "prompts", "outputs")
         if self.reward_fn is not None:
             check_keywords(self.reward_fn, "reward function", (*usual, "tokenizer"), columns)
@@ -385,7 +411,15 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         self, samples: Iterable[Any], rewards: Iterable[Any] | None = None, *, first: int = 0
     ) -> list[Row]:
         """Return samples as rows; each is encoded once to check that it can be."""
-        return self.text.read_samples(samples, rewards, first, self.check_samples)
+        rows = self.text.read_samples(samples, rewards, first, self.check_samples)
+        if not self.online:
+            return rows
+        self._check_functions(rows)
+        return self.text.fit(prompted(rows, first=first))
+
+    @property
+    def _one_to_one(self) -> bool:
+        return super()._one_to_one and not self.tokenizer.chat_template  # which may take conversations apart
 
     def encode_samples(self, rows: list[Row]) -> Sequences:
         """Encode sample rows as sequences on the device; outputs and their EOS are marked as responses."""
@@ -419,7 +453,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         """
         return logits
 
-    def sample(self, rows: list[Row], **overrides: Any) -> Rollouts:
+    def sample(self, rows: list[Row], *, reference: bool = False, **overrides: Any) -> Rollouts:
         """Sample one response per row for training, at the rollout's settings with ``overrides``; or play an episode.
 
         The random numbers of a response follow from the run's seed, the row's position in the stream of prompts and
@@ -427,13 +461,16 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
 
         Args:
             rows: those that `make_experience` gets, or copies of them (``{**row, "prompt": ...}``).
+            reference: whether the reference is sampled from instead of the policy.
             **overrides: sampling settings over those of ``config.rollout``, e.g. ``temperature=0``.
         """
         collection = self.collector.current
-        rollouts = self.sampling.sample(
-            rows, self.settings(**overrides), "train", self.sampling.seeds(rows, "train", collection.seen)
-        )
-        collection.rollouts.append(replace(rollouts, hidden=None))  # kept for the hooks, longer than the experience
+        with self.sampling.of_reference(self.reference) if reference else nullcontext() as sampler:
+            seeds = self.sampling.seeds(rows, "train", collection.seen)
+            rollouts = self.sampling.sample(rows, self.settings(**overrides), "train", seeds, sampler)
+        collection.rollouts.append(
+            replace(rollouts, hidden=None, moments=None)
+        )  # kept for the hooks, longer than the experience
         if rollouts.turns is not None and rollouts.failed is not None:
             turns = torch.tensor([float(len(turns)) for turns in rollouts.turns])
             collection.environment_seconds += self.sampling.player.seconds
@@ -443,20 +480,25 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
     def branch(self, rollouts: Rollouts, lengths: Sequence[int] | Tensor, **overrides: Any) -> Rollouts:
         """Sample another ending of each response, which goes on after the first ``lengths[b]`` of its tokens.
 
+        Of episodes, ``lengths`` counts outputs: each is played on after so many, with a copy of the environment as it
+        was then (`trainkit.rollouts.Environment.fork`). The class of the trainer declares ``forks``.
+
         The tokens before it keep their log-probabilities. For several endings of one response, give it several times
-        (``rollouts.select``). A response that has ended within these tokens is returned as it is.
+        (``rollouts.select``). A response or an episode that has ended within these is returned as it is.
 
         The random numbers of an ending follow from the run's seed, its row, the tokens that are kept, and the number of
         the ending among those of both in the collection. The other responses of the call have no effect.
 
         Args:
             rollouts: responses that were sampled for training.
-            lengths: how many tokens of each response are kept [B].
+            lengths: how many tokens of each response, or outputs of each episode, are kept [B].
             **overrides: sampling settings over those of ``config.rollout``. ``max_new_tokens`` and ``min_new_tokens``
-                count the tokens that are kept; stop strings are looked for in the ending.
+                count the tokens that are kept, unless they are those of each output of an episode; stop strings are
+                looked for in the ending.
 
         Raises:
-            ConfigError: the responses are those of an environment or an encoder-decoder.
+            ConfigError: the responses are those of an encoder-decoder, or the episodes were sampled without ``forks``.
+            EpisodeError: an environment cannot be copied, or fails.
             ValueError: ``lengths`` has another number of elements, or a negative one.
         """
         counts = [int(length) for length in lengths]
@@ -497,7 +539,8 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         sampled = self.collector.current.rollouts
         before = len(sampled)
         rollouts = self.sample(rows)
-        sampled[before:] = [replace(rollouts, hidden=None)]  # hooks see what is scored, if that is made of several
+        # hooks see what is scored, if that is made of several
+        sampled[before:] = [replace(rollouts, hidden=None, moments=None)]
         scores = self.score(rollouts)
         self.scoring.record_scored(rollouts, scores)
         return replace(rollouts, judged=self.scoring.judged(rollouts, scores)), scores

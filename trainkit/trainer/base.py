@@ -84,8 +84,9 @@ class BaseRLTrainer(ABC, Generic[M]):
     """What the algorithm learns from. Online: ``("reward_fn", "prompts")``, where an environment may take the place of
     the reward function; ``("environment", "prompts")``; or ``("prompts",)``, without rewards. Offline:
     ``("samples",)``; ``("samples", "rewards")``, a number per sample; ``("samples", "labels")``, true or false per
-    sample; or ``("samples", "pairs")``, samples that are pairs of ``chosen`` and ``rejected``. In a trainer they are
-    those of `inputs_for`."""
+    sample; or ``("samples", "pairs")``, samples that are pairs of ``chosen`` and ``rejected``. Both:
+    ``("samples", "prompts")``, with or without ``"reward_fn"``, learns from samples and from responses to their
+    prompts. In a trainer they are those of `inputs_for`."""
 
     group: ClassVar[str] = ""
     """Name of the method's setting for the number of responses to each prompt in a collection; empty: one response."""

@@ -1,8 +1,9 @@
-"""Other endings of responses: sampling goes on after some of their tokens."""
+"""Other endings: sampling goes on after some tokens of responses, or after some outputs of episodes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,11 +25,13 @@ def branch(
     seen: Seen,
 ) -> Rollouts:
     """Sample another ending of each response; see `AccelerateRLTrainer.branch`."""
-    if sampling.environment is not None or sampling.text.is_encoder_decoder:
-        what = "an encoder-decoder" if sampling.environment is None else "an environment, whose state is not copied,"
-        raise ConfigError(f"responses of {what} cannot be continued from a token within them")
+    if sampling.text.is_encoder_decoder:
+        raise ConfigError("responses of an encoder-decoder cannot be continued from a token within them")
     if len(lengths) != len(rollouts) or min(lengths, default=0) < 0:
-        raise ValueError(f"lengths should be {len(rollouts)} numbers of tokens, from 0 on; given {describe(lengths)}")
+        units = "tokens" if sampling.environment is None else "outputs"
+        raise ValueError(f"lengths should be {len(rollouts)} numbers of {units}, from 0 on; given {describe(lengths)}")
+    if sampling.environment is not None:
+        return _episodes(sampling, rollouts, lengths, settings, purpose, seen)
     limit = settings.max_new_tokens
     prefixes = [_Part(rollouts, row, min(length, limit)) for row, length in enumerate(lengths)]
     going = [part for part in prefixes if len(part.ids) < limit and not part.complete]
@@ -46,7 +49,43 @@ def branch(
         versions=rollouts.versions,
         stops=settings.stop_sequences,
         skip_special_tokens=sampling.config.rollout.skip_special_tokens,
+        images=rollouts.sequences.images,
     )
+
+
+def _episodes(
+    sampling: Sampling,
+    rollouts: Rollouts,
+    lengths: Sequence[int],
+    settings: SamplingConfig,
+    purpose: Purpose,
+    seen: Seen,
+) -> Rollouts:
+    """Play each episode on after so many of its outputs."""
+    if rollouts.moments is None:
+        name = sampling.config.method.name
+        raise ConfigError(
+            f"the environments of these episodes were not copied, so that they cannot be branched; set forks = True in "
+            f"the class of {name!r}, and give episodes that were sampled for training"
+        )
+    pairs = zip(rollouts.moments, lengths, strict=True)
+    going = {row: kept[: length + 1] for row, (kept, length) in enumerate(pairs) if length < len(kept)}
+    rest = [row for row in range(len(rollouts)) if row not in going]
+    over = replace(rollouts.select(rest), judged=None)
+    if not going:
+        return over
+    last = [kept[-1] for kept in going.values()]
+    seeds = branch_seeds(
+        sampling.config.train.seed,
+        purpose,
+        [moment.episode.row for moment in last],
+        [moment.script.prompt for moment in last],
+        [moment.script.ids for moment in last],
+        seen,
+    )
+    played = sampling.player.branch([*going.values()], settings, seeds, *sampling.of_turns(settings, purpose))
+    order = torch.tensor([*going, *rest]).argsort().tolist()
+    return Rollouts.cat([played.to(sampling.parallel.device), over]).select(order)
 
 
 class _Part:

@@ -182,6 +182,9 @@ class Collector:
     def filled(self) -> None:
         """Do what follows when all rows of a collection are made or promised."""
 
+    def trains(self) -> None:
+        """Do what precedes each step."""
+
     def push_experience(self) -> None:
         """Push the experience of one collection to the store, or promise it."""
         rows = self._rows(self.collection)
@@ -383,6 +386,11 @@ class RolloutCollector(Collector):
                 f"rollout.staleness is {config.rollout.staleness}, and {name!r} makes its experience while it samples "
                 "(make_experience), with the newest weights; set it to 0"
             )
+        if config.rollout.staleness and algorithm.forks and self.sampling.environment is not None:
+            raise ConfigError(
+                f"rollout.staleness is {config.rollout.staleness}, and {name!r} branches episodes (forks), whose "
+                "environments no checkpoint holds; set it to 0"
+            )
         if algorithm.rewarded and config.reward.on_nonfinite != "error" and not self._scores_rollouts():
             raise ConfigError(
                 f"reward.on_nonfinite is {config.reward.on_nonfinite!r}, and {name!r} makes its experience while it "
@@ -405,6 +413,10 @@ class RolloutCollector(Collector):
         """Record the calls of the reward function; log once per run if equal scores teach nothing."""
         self.scoring.record_collection(self.collection)
         self.trunk.rows = 0
+
+    def trains(self) -> None:
+        """Let the engine rest."""
+        self.sampling.rest()
 
     def push_experience(self) -> None:
         """Push the experience of one collection to the store."""

@@ -77,7 +77,7 @@ def sampled(collector: RolloutCollector, collection: Collection) -> Iterator[tup
     per_part = max(config.rollout.batch_size // algorithm.samples_per_prompt, 1)
     for start in range(0, len(mine), per_part):
         rollouts, scores = joined(mine[start : start + per_part])
-        collection.rollouts.append(replace(rollouts, hidden=None))
+        collection.rollouts.append(replace(rollouts, hidden=None, moments=None))
         yield rollouts, scores
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trainkit.data import Sequences
+from trainkit.data import Sequences, save_processor
 from trainkit.models import Scorer
 from trainkit.models.adapters import BASE, HEADS, has_adapter, save_model
-from trainkit.models.loading import name_eos
+from trainkit.models.images import reads_images
+from trainkit.models.loading import auto_class, name_eos
 from trainkit.models.reloading import fault_of, has_left_its_path
 from trainkit.models.reward import name_padding
 from trainkit.models.virtual import virtual_tokens
@@ -62,9 +63,10 @@ class Exporter:
                 "%s holds an adapter, and the configuration of its base does not name the tokenizer's EOS: %scall "
                 "generate with eos_token_id=%d",
                 target,
-                "" if virtual_tokens(model) else "merge them (trainkit merge), or ",
+                "" if virtual_tokens(model) else "merge them (trainkit export), or ",
                 tokenizer.eos_token_id,
             )
+        save_processor(tokenizer, building)
         tokenizer.save_pretrained(building)
         state = policy.state_dict()
         if heads := {k: v.contiguous() for k, v in state.items() if not k.startswith("model.")}:
@@ -82,17 +84,20 @@ class Exporter:
 
     def card(self) -> dict[str, str]:
         """Return the model card's entries: transformers loads language models and adapters, trainkit the heads."""
-        task = {"pipeline_tag": "text-generation"} if self.generates and not self.text.is_encoder_decoder else {}
+        kind = "image-text-to-text" if reads_images(self.text.model_config) else "text-generation"
+        task = {"pipeline_tag": kind} if self.generates and not self.text.is_encoder_decoder else {}
         library = "peft" if has_adapter(self.models.unwrapped.model) else "transformers"
         return {"library_name": library, **task, "loading": self._loading()}
 
     def _loading(self) -> str:
         if not self.generates:
             return "from trainkit.models import RewardModel\n\nreward_fn = RewardModel.from_pretrained(directory)"
-        policy, cls = (
-            self.models.unwrapped,
-            f"AutoModelFor{'Seq2SeqLM' if self.text.is_encoder_decoder else 'CausalLM'}",
-        )
+        policy, cls = self.models.unwrapped, str(auto_class(self.text.model_config).__name__)
+        if reads_images(policy.model.config):  # transformers loads an adapter of it with its base
+            return (
+                f"from transformers import {cls}, AutoProcessor\n\nmodel = {cls}.from_pretrained(directory)\n"
+                "processor = AutoProcessor.from_pretrained(directory)"
+            )
         code = (
             f"from transformers import {cls}, AutoTokenizer\n\nmodel = {cls}.from_pretrained(directory)\n"
             "tokenizer = AutoTokenizer.from_pretrained(directory)"

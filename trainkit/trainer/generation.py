@@ -99,9 +99,14 @@ def checked_sampler(sampled_by: Any, vocabulary: int) -> Sampler:
         )
 
     def sampler(
-        rows: list[Row], queries: list[list[int]], settings: SamplingConfig, seeds: Sequence[int], purpose: Purpose
+        rows: list[Row],
+        queries: list[list[int]],
+        settings: SamplingConfig,
+        seeds: Sequence[int],
+        purpose: Purpose,
+        **images: Any,
     ) -> Rollouts:
-        rollouts: Rollouts = sampled_by(rows, queries, settings, seeds, purpose)
+        rollouts: Rollouts = sampled_by(rows, queries, settings, seeds, purpose, **images)
         if fault := _fault(rollouts, queries, vocabulary):
             raise PluginError(
                 f"the sampler {describe(sampled_by)} of a make_sampler hook was asked for {len(queries)} "

@@ -279,7 +279,7 @@ def respond(
         check_best(best_of, samples_per_prompt, None, settings, scored=trainer.scoring.available)
     asked = prompt_rows(prompts)
     rows = placed(written_prompts(asked, trainer.tokenizer))
-    queries = [trainer.text.encode(row["prompt"], f"prompt {index}") for index, row in enumerate(rows)]
+    queries = [trainer.text.query(row, f"prompt {index}") for index, row in enumerate(rows)]
     repeated = [index for index in range(len(rows)) for _ in range(best_of or samples_per_prompt)]
     row_seeds = trainer.sampling.seeds([rows[index] for index in repeated], "generate")
     size, seeds = trainer.config.rollout.batch_size, [turn_seed(seed, 0) for seed in row_seeds]

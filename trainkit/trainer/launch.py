@@ -8,7 +8,7 @@ import os
 import time
 from datetime import timedelta
 from functools import cache
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import accelerate.optimizer
 import torch
@@ -17,9 +17,14 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs, str_to_bool
 
+from trainkit.config import MethodConfig, TRLConfig
 from trainkit.errors import ConfigError
+from trainkit.plugins import get_sharding
+from trainkit.plugins.hooks import entry_name
 
 log = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=MethodConfig)
 
 # accelerate asks in each step whether the package lomo-optim is installed, which takes longer than a small Adam step
 accelerate.optimizer.is_lomo_available = cache(accelerate.optimizer.is_lomo_available)
@@ -41,6 +46,31 @@ def default_precision() -> Literal["no", "bf16"]:
     on_cpu = str_to_bool(os.environ.get("ACCELERATE_USE_CPU", "false"))
     has_bf16 = not on_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
     return "bf16" if has_bf16 else "no"
+
+
+def with_precision(
+    config: TRLConfig[M], usual: Literal["no", "bf16"], *, low: bool, given: bool = False
+) -> TRLConfig[M]:
+    """Return the configuration with the precisions that it leaves open, so that the run is resumed with them.
+
+    Weights are then in bfloat16 where passes are by default, and the optimizer has float32 copies of them. The base of
+    an adapter keeps the precision of its checkpoint instead, which exports contain.
+
+    Args:
+        config: the configuration.
+        usual: the precision of passes on the device, `default_precision`.
+        low: whether the trainer's models may be in 16 bits by default.
+        given: whether the user gave the model or the optimizer, which are used as they are.
+    """
+    model, train = config.model, config.train
+    low &= usual == "bf16" and train.mixed_precision is None and model.peft_config is None and not given
+    low = low and get_sharding(entry_name(train.sharding)).made.masters
+    left_open: dict[str, Any] = {}
+    if model.dtype is None:
+        left_open["model"] = {"dtype": "bfloat16" if low else "float32"}
+    if train.mixed_precision is None and usual != "no":
+        left_open["train"] = {"mixed_precision": usual}
+    return config.evolve(**left_open) if left_open else config
 
 
 def make_accelerator(mixed_precision: str, timeout: float) -> Accelerator:

@@ -38,7 +38,7 @@ from trainkit.trainer import offloading, optim
 from trainkit.trainer.base import BaseRLTrainer, overridden
 from trainkit.trainer.collect import Collector
 from trainkit.trainer.evaluate import Evaluator
-from trainkit.trainer.launch import default_precision, make_accelerator
+from trainkit.trainer.launch import default_precision, make_accelerator, with_precision
 from trainkit.trainer.minibatches import LastStep
 from trainkit.trainer.models import Models
 from trainkit.trainer.plan import Plan
@@ -82,6 +82,8 @@ class AcceleratedLoop(BaseRLTrainer[M]):
 
     collector_class: ClassVar[type[Collector]] = Collector
     """The class of `collector`; a trainer of other models may derive its own."""
+    low_by_default: ClassVar[bool] = False
+    """Whether the weights may be in bfloat16, with float32 copies in the optimizer, where `model.dtype` is not set."""
 
     def __init__(
         self,
@@ -95,9 +97,10 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         scheduler: LRScheduler | optim.MakeScheduler | None = None,
         **kwargs: Any,
     ) -> None:
-        precision = config.train.mixed_precision or default_precision()
-        if config.train.mixed_precision is None and precision != "no":  # so that the run is resumed with it
-            config = config.evolve(train={"mixed_precision": precision})
+        given = model is not None or optimizer is not None
+        open_dtype = config.model.dtype is None
+        config = with_precision(config, default_precision(), low=self.low_by_default, given=given)
+        precision = config.train.mixed_precision or "no"
         super().__init__(config, **kwargs)
         self.accelerator = make_accelerator(precision, config.train.timeout)
         self.run = Run(self, allow_drift=allow_drift)
@@ -106,6 +109,8 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         self.parallel = Parallel(self.accelerator, self.run.stop, sharding)
         """The processes of the run, and how they divide the model."""
         self.config = config = without_disabled_plugins(self.config, logs=self.parallel.is_main)
+        if open_dtype and config.model.dtype == "bfloat16" and self.parallel.is_main:
+            log.info("weights are in bfloat16, with float32 copies in the optimizer; to change that, set model.dtype")
         use_fast_and_exact_kernels(self.parallel.device, precision, deterministic=config.train.deterministic)
         self.sharding.check(config)
         check_run(config)
@@ -204,6 +209,11 @@ class AcceleratedLoop(BaseRLTrainer[M]):
     def add_prompt_pipeline(self, prompts: Pipeline | Prompts) -> None:
         """Set the prompts to train on: a pipeline, or what `trainkit.train` takes. All are checked now."""
         if not isinstance(prompts, Pipeline):
+            if self.online and "samples" in self.inputs:
+                raise ConfigError(
+                    f"prompts are given, and {self.config.method.name!r} samples responses to the prompts of samples; "
+                    "give samples (add_samples)"
+                )
             prompts = Pipeline(self.read_prompts(prompts), seed=self.config.train.seed)
         self.pipeline = prompts
 
@@ -233,10 +243,14 @@ class AcceleratedLoop(BaseRLTrainer[M]):
                 return self.arrange(self.read_samples(rows, first=first))
             return []
 
-        plain = not overridden(self.arrange, AcceleratedLoop.arrange) and "pairs" not in self.inputs
-        stream = Stream(samples, read, one_to_one=plain)
+        stream = Stream(samples, read, one_to_one=self._one_to_one)
         stream.check()
         return stream
+
+    @property
+    def _one_to_one(self) -> bool:
+        """Whether each sample is one row."""
+        return not overridden(self.arrange, AcceleratedLoop.arrange) and not {"pairs", "prompts"} & {*self.inputs}
 
     def add_eval_pipeline(self, prompts: Prompts) -> None:
         """Set the prompts of evaluations."""
@@ -295,7 +309,7 @@ class AcceleratedLoop(BaseRLTrainer[M]):
     @property
     def _missing_inputs(self) -> list[str]:
         """What is missing of what the algorithm learns from."""
-        data = [] if self.pipeline is not None else ["prompts" if self.online else "samples"]
+        data = [] if self.pipeline is not None else ["samples" if "samples" in self.inputs else "prompts"]
         return data + (["reward_fn"] if self.rewarded and self.reward_fn is None else [])
 
     @property
@@ -453,6 +467,7 @@ class AcceleratedLoop(BaseRLTrainer[M]):
 
     def update(self, batch: Batch) -> m.Metrics:
         """Make one optimizer step on ``batch``, and return its metrics; see `Updater.update`."""
+        self.collector.trains()
         return self.updater.update(batch)
 
     def micro_batches(self, batch: B) -> list[B]:
@@ -604,6 +619,22 @@ class AcceleratedLoop(BaseRLTrainer[M]):
             ConfigError: evaluations have no such metric.
         """
         return self.evaluator.compared(metrics)
+
+    def replay(self, experience: B, earlier: list[B], *, collections: int, prompts: int) -> B:
+        """Return a collection with experience of earlier ones, and keep it for later ones; for `prepare_experience`.
+
+        Which prompts are drawn follows from the run's seed and the collection, and not from the number of processes.
+        Each is drawn once at most, and trained on as its experience was made: with the log-probabilities of when it was
+        sampled. The class overrides `experience_rows`, to which the rows of so many prompts are added.
+
+        Args:
+            experience: the collection, with equally many rows for every prompt.
+            earlier: those before it in this process, an attribute of `remembers`, first an empty list; the collection
+                is appended, and the oldest are removed.
+            collections: how many are kept.
+            prompts: how many prompts, over all processes, are added with all their rows; less if fewer are kept.
+        """
+        return self.collector.batches.replay(experience, earlier, collections=collections, prompts=prompts)
 
     def record(self, metrics: m.Metrics) -> None:
         """Add metrics to those that are logged with the next step; evaluating and generating discard them.

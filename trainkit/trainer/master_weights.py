@@ -36,8 +36,7 @@ class MasterWeights(torch.optim.Optimizer):
         if closure is not None:
             raise ValueError("a closure is given, and a step with float32 copies of weights takes none; call it before")
         for parameter, master in self._masters.items():
-            now = parameter.detach()
-            master.copy_(torch.where(master.to(now.dtype) == now, master, now.float()))
+            follow(master, parameter.detach())
         with self._copies():
             super().step()
         with torch.no_grad():
@@ -95,6 +94,11 @@ def with_masters(cls: type[torch.optim.Optimizer]) -> type[MasterWeights]:
             cls.__init__(self, cast(Any, given), **kwargs)
 
     return type(cls.__name__, (MasterWeights, cls), {"__init__": make})
+
+
+def follow(master: Tensor, rounded: Tensor) -> None:
+    """Let a copy follow weights of lower precision where these are no longer its rounding."""
+    master.copy_(torch.where(master.to(rounded.dtype) == rounded, master, rounded.to(master.dtype)))
 
 
 def low_precision(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

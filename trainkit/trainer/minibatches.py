@@ -75,18 +75,23 @@ def minibatches(
     """
     for rows in steps:
         store.made(layout.places(rows))  # not only this process's share, because all processes make a part together
-        parts = share(rows, layout.owners(rows), layout.world)
-        mine = parts[layout.rank]
-        moved = torch.cat([part[layout.owners(part) != rank] for rank, part in enumerate(parts)])
-        if not len(moved):
-            yield store.select(layout.places(mine))
-            continue
-        kept, sent = (each[layout.owners(each) == layout.rank] for each in (mine, moved))
-        held = [(each, store.select(layout.places(each))) if len(each) else None for each in (kept, sent)]
-        held_here = [each for each in (held[0], *gather(held[1:])) if each is not None]
-        numbers = torch.cat([numbers for numbers, _ in held_here])
-        pool = type(held_here[0][1]).cat([batch for _, batch in held_here])
-        yield pool.select((numbers == mine.unsqueeze(1)).int().argmax(1))
+        yield part_of(store, share(rows, layout.owners(rows), layout.world), layout, gather)
+
+
+def part_of(
+    store: RolloutStore[B], parts: Sequence[Tensor], layout: Layout, gather: Callable[[Sequence[Any]], list[Any]]
+) -> B:
+    """Return this process's part of some rows; ``parts`` has their numbers [N / world] for each process."""
+    mine = parts[layout.rank]
+    moved = torch.cat([part[layout.owners(part) != rank] for rank, part in enumerate(parts)])
+    if not len(moved):
+        return store.select(layout.places(mine))
+    kept, sent = (each[layout.owners(each) == layout.rank] for each in (mine, moved))
+    held = [(each, store.select(layout.places(each))) if len(each) else None for each in (kept, sent)]
+    held_here = [each for each in (held[0], *gather(held[1:])) if each is not None]
+    numbers = torch.cat([numbers for numbers, _ in held_here])
+    pool: B = type(held_here[0][1]).cat([batch for _, batch in held_here])
+    return pool.select((numbers == mine.unsqueeze(1)).int().argmax(1))
 
 
 class LastStep:
@@ -186,6 +191,25 @@ class Minibatches:
         """Return the order of the ``rows`` of the collection, over all processes, in one pass. [N]."""
         draws = generator(self.algorithm.config.train.seed, "order", self.progress.collection, epoch)
         return shuffled(rows, draws, together=together)
+
+    def replay(self, experience: B, earlier: list[B], *, collections: int, prompts: int) -> B:
+        """Return experience with that of prompts of earlier collections; see `AcceleratedLoop.replay`."""
+        each, world = self.rows_of_a_prompt(len(experience)), self.parallel.world
+        store: RolloutStore[B] = RolloutStore()
+        for batch in earlier:
+            store.push(batch)
+        earlier.append(experience.to("cpu"))
+        del earlier[: max(len(earlier) - collections, 0)]
+        count = min(prompts // world, len(store) // each) * world
+        if not count:
+            return experience
+        draws = generator(self.algorithm.config.train.seed, "replay", self.progress.collection)
+        numbers = torch.randperm(len(store) // each * world, generator=draws)[:count]
+        rows = numbers.unsqueeze(1) * each + torch.arange(each)  # [N, each]
+        layout = Layout(each, world, self.parallel.rank)
+        drawn = part_of(store, [rows[rank::world].flatten() for rank in range(world)], layout, self.parallel.gather)
+        self.progress.prompts += count // world
+        return type(experience).cat([experience.to("cpu"), drawn])
 
     def rows_of_a_prompt(self, rows: int) -> int:
         """Return how many adjacent rows belong to a prompt, of ``rows`` that this process holds; 1 if that varies."""

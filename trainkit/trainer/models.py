@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from trainkit.config import TRLConfig
 from trainkit.errors import ConfigError
 from trainkit.models.adapters import bare
-from trainkit.models.compiling import compile_blocks, compile_head
+from trainkit.models.compiling import compile_blocks
 from trainkit.models.fitting import RowLimit
 from trainkit.models.policy import Policy
 from trainkit.models.recomputing import recompute_activations, recompute_mlps
@@ -180,7 +180,7 @@ class Models:
         fault = f"a {type(policy).__name__} has no language model"
         if hasattr(model, "base_model"):
             with self.parallel.accelerator.autocast():
-                fault = compile_blocks(model) or (compile_head(policy) if isinstance(policy, Policy) else None) or ""
+                fault = compile_blocks(model) or ""
         if fault:
             raise ConfigError(f"train.compile is true, and the model cannot be compiled: {fault}; remove it")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -64,8 +65,9 @@ class Responder:
         rows = self._next_places(rows)
         seeds = [turn_seed(seed, 0) for seed in self.sampling.seeds(rows, "generate")]
         with self.recorder.discarding(), self.sampling.ready():
-            sampler = self.sampling.reference_sampler(self.algorithm.reference) if reference else None
-            rollouts = self.sampling.respond(rows, self.text.queries(rows), settings, "generate", seeds, sampler)
+            of = self.sampling.of_reference(self.algorithm.reference) if reference else nullcontext()
+            with of as sampler:
+                rollouts = self.sampling.respond(rows, self.text.queries(rows), settings, "generate", seeds, sampler)
         return replace(rollouts, rows=[{k: v for k, v in row.items() if k != PLACE} for row in rollouts.rows])
 
     def best_of(

@@ -31,6 +31,7 @@ from trainkit.rollouts import (
     Weights,
 )
 from trainkit.rollouts.engines import Ability, engine_class, start
+from trainkit.rollouts.episodes import Sample
 from trainkit.runs.parallel import Parallel
 from trainkit.runs.progress import Progress
 from trainkit.runs.saving import trained
@@ -56,6 +57,7 @@ class Sampling:
         recorder: knows the collection that a thread samples ahead of its turn.
         progress: the version of the weights.
         environment: makes the environment of an episode; None: responses are sampled.
+        forks: whether the episodes of training can be branched.
         logit_mask: returns the mask, bool [V] or [V, V], True = allowed; None: all tokens are.
         steer: changes the logits that are sampled from; None: nothing does.
         make_sampler: returns the sampler of a plugin's hook; None: there is none.
@@ -74,12 +76,13 @@ class Sampling:
         progress: Progress,
         *,
         environment: EnvironmentMaker | None,
+        forks: bool,
         logit_mask: Callable[[], Tensor | None],
         steer: Callable[[Tensor, Tensor, SamplingConfig], Tensor] | None,
         make_sampler: Callable[[], Any],
     ) -> None:
         self.config, self.text, self.models, self.parallel = config, text, models, parallel
-        self.recorder, self.progress, self.environment = recorder, progress, environment
+        self.recorder, self.progress, self.environment, self.forks = recorder, progress, environment, forks
         self._logit_mask, self.steer, self._make_sampler = logit_mask, steer, make_sampler
         self.ahead: AsyncCollector | None = None
         """The collections that are sampled ahead of their turn; None: none are."""
@@ -210,7 +213,8 @@ class Sampling:
         return Player(
             self.environment,
             self.text.tokenizer,
-            self.text.encode,
+            self.text.query,
+            self.text.images,
             self.config.environment,
             max_turns=rollout.max_turns,
             max_tokens=min(limits, default=None),
@@ -221,23 +225,38 @@ class Sampling:
         """Return the seeds of the responses to rows; see `trainkit.seeding.response_seeds`."""
         return response_seeds(self.config.train.seed, purpose, rows, self.text.queries(rows), seen)
 
-    def sample(self, rows: list[Row], settings: SamplingConfig, purpose: Purpose, seeds: Sequence[int]) -> Rollouts:
+    def sample(
+        self,
+        rows: list[Row],
+        settings: SamplingConfig,
+        purpose: Purpose,
+        seeds: Sequence[int],
+        sampler: Sampler | None = None,
+    ) -> Rollouts:
         """Sample a response to each row, or play an episode, for ``purpose``; ``seeds`` are those of the responses."""
         if self.environment is None:
             return self.respond(
-                rows, self.text.queries(rows), settings, purpose, [turn_seed(seed, 0) for seed in seeds]
+                rows, self.text.queries(rows), settings, purpose, [turn_seed(seed, 0) for seed in seeds], sampler
             )
-
-        def sample(rows: list[Row], queries: list[list[int]], settings: SamplingConfig, seeds: list[int]) -> Rollouts:
-            return self.respond(rows, queries, settings, purpose, seeds)
 
         seeds_of_episodes = episode_seeds(self.config.train.seed, purpose, rows, self.text.queries(rows))
         rows = [
             {**self.text.numbered(row), "episode_seed": seed} for row, seed in zip(rows, seeds_of_episodes, strict=True)
         ]
+        forks = self.forks and purpose == "train"
+        played = self.player(rows, settings, seeds, *self.of_turns(settings, purpose, sampler), forks=forks)
+        return played.to(self.parallel.device)
+
+    def of_turns(
+        self, settings: SamplingConfig, purpose: Purpose, sampler: Sampler | None = None
+    ) -> tuple[Sample, list[int]]:
+        """Return what samples the outputs of episodes, and the token ids that end one."""
+
+        def sample(rows: list[Row], queries: list[list[int]], settings: SamplingConfig, seeds: list[int]) -> Rollouts:
+            return self.respond(rows, queries, settings, purpose, seeds, sampler)
+
         self.models.build()
-        eos = [*eos_ids(self.models.unwrapped.model, self.text.tokenizer), *settings.stop_token_ids]
-        return self.player(rows, settings, seeds, sample, eos).to(self.parallel.device)
+        return sample, [*eos_ids(self.models.unwrapped.model, self.text.tokenizer), *settings.stop_token_ids]
 
     def respond(
         self,
@@ -256,16 +275,17 @@ class Sampling:
                 f"{self.text.limit} tokens{' each' if self.text.is_encoder_decoder else ''}, the model's context or "
                 "train.seq_length; lower max_new_tokens or shorten the prompt"
             )
-        sampler = sampler or self._ready_sampler()
+        sampler, images = sampler or self._ready_sampler(), self.text.images(rows)
+        extra = {} if images is None else {"images": images.to(self.parallel.device)}
         with self.parallel.accelerator.autocast():
-            rollouts = sampler(rows, queries, settings, seeds, purpose)
+            rollouts = sampler(rows, queries, settings, seeds, purpose, **extra)
         return rollouts.to(self.parallel.device)
 
-    def reference_sampler(self, reference: Any) -> Sampler:
-        """Return trainkit's sampler of the reference."""
-        if self.parallel.sharding.keeps_sharded:
-            raise ConfigError("the reference is divided among the processes, and none can sample from it alone")
-        return replace(self.served, model=reference.policy.model).sampler()
+    @contextmanager
+    def of_reference(self, reference: Any) -> Iterator[Sampler]:
+        """Let every process sample from the reference inside the block, by the sampler that is yielded."""
+        with self.parallel.sharding.unsharded():
+            yield replace(self.served, model=reference.policy.model).sampler()
 
     def _ready_sampler(self) -> Sampler:
         """Return the sampler, with the weights that it has to sample with."""
@@ -327,7 +347,7 @@ class Sampling:
         seen, settings = Counter(seen), self.text.settings()
         for rows in parts:
             seeds = [turn_seed(seed, 0) for seed in self.seeds(rows, "train", seen)]
-            sampler.begin(Request(self.text.queries(rows), seeds, settings, "train"))
+            sampler.begin(Request(self.text.queries(rows), seeds, settings, "train", self.text.images(rows)))
 
     @property
     def _weights_ahead(self) -> Weights | None:
@@ -361,6 +381,11 @@ class Sampling:
         if stale:
             load = partial(sampler.use, self.own(weights) if together else weights)
             self.parallel.sync_errors(load) if together else load()
+
+    def rest(self) -> None:
+        """Let an engine that does not generate beside the training release its memory until it samples again."""
+        if self.ahead is None and isinstance(sampler := vars(self).get("sampler"), EngineSampler):
+            sampler.rest()
 
     def own(self, weights: Weights) -> Weights:
         """Return ``weights``, without tensors if another process loads them; on all processes together."""

@@ -14,16 +14,19 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from transformers import PreTrainedModel
 
 from trainkit.config import PluginConfig, TRLConfig
 from trainkit.errors import ConfigError
+from trainkit.models.images import readers_of_images, reads_images
 from trainkit.models.policy import Policy
 from trainkit.models.reward import Scorer
 from trainkit.plugins import get_sharding
 from trainkit.plugins.hooks import entry_name
 from trainkit.runs import checkpoint
 from trainkit.runs.resharding import divided_like, local
-from trainkit.trainer.master_weights import low_precision
+from trainkit.trainer.master_weights import follow, low_precision
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +50,8 @@ class Sharding(ABC):
     keeps_sharded: ClassVar[bool] = False
     """Whether the model need not be gathered outside of training steps either: processes run it together, also without
     a gradient, and each writes its parts of weights and optimizer state, as ``DTensor``, into checkpoints."""
+    images: ClassVar[bool] = False
+    """If it `keeps_sharded`: whether one process may read images in a pass and another none."""
     repeats: ClassVar[bool] = False
     """Whether a process can make the passes of a step again, because none waits for others before `exchange`."""
     masters: ClassVar[bool] = False
@@ -139,7 +144,7 @@ class Replicated(Sharding):
 
     Where `train.microbatch_size` is ``auto``, they are averaged by `exchange` instead: a process that is out of memory
     in a pass makes it again, and DDP would let the others wait. So are the float32 gradients of weights of lower
-    precision, which DDP does not support.
+    precision, which DDP does not support, and those of a model that reads images, of which a process may have none.
     """
 
     divides = False
@@ -157,6 +162,8 @@ class Replicated(Sharding):
     ) -> tuple[nn.Module, Any]:
         """Return model and optimizer as accelerate prepares them."""
         self.averages_manually = self.averages_manually or bool(low_precision(model.parameters()))
+        network: Any = getattr(model, "model", None)
+        self.averages_manually |= isinstance(network, PreTrainedModel) and reads_images(network.config)
         if self.averages_manually:
             self.policy = self.accelerator.prepare_model(model, evaluation_mode=True)  # without DDP
             return self.policy, self.accelerator.prepare_optimizer(make(model))
@@ -192,10 +199,15 @@ class FSDP2(Sharding):
     """Every process has a part of each tensor: ``torch.distributed.fsdp.fully_shard`` on each block, then on the model.
 
     A block is gathered when it runs. Unless the model is `unsharded`, forward and backward passes are therefore made by
-    all processes together: equally many micro-batches, each in one pass.
+    all processes together: equally many micro-batches, each in one pass. What reads images is no block, because a
+    process may have none in a pass; it is gathered with the rest of the model.
+
+    Under `bf16` the weights of language models are gathered in bfloat16, and gradients are reduced in float32, as are
+    the parts, so that no casts of whole weights are made and kept.
     """
 
     keeps_sharded = True
+    images = True
 
     def __init__(self, accelerator: Accelerator, config: PluginConfig | None = None) -> None:
         super().__init__(accelerator, config)
@@ -244,28 +256,55 @@ class FSDP2(Sharding):
             found for other, own in zip(frozen, blocks[1:], strict=True) for found in borrowed(blocks[0], own)
         ]
         borrowing = {each.block for each in self._borrowed}
+        low = self._low
         for block in blocks[0]:
-            self._shard(block, {})
+            self._shard(block, {}, low)
             for each in self._borrowed:
                 each.follow()  # so that nothing holds the whole parameters any more
-        root = self._shard(model, replaced)
+        for network, parts in readers_of_images(model):
+            network.get_input_embeddings().register_forward_hook(partial(_touching, parts))
+        heads = [head for name in HEADS_APART if isinstance(head := getattr(model, name, None), nn.Module)]
+        for head in heads:
+            self._shard(head, {})
+            head.register_forward_hook(_no_views, prepend=True)
+        root = self._shard(model, replaced, low)
         root._get_fsdp_state()._lazy_init()  # a block that runs before it, in the sampler, would become a root
         register_fsdp_forward_method(model, THROUGH_TRUNK) if hasattr(model, THROUGH_TRUNK) else None
         for other, own in zip(frozen, blocks[1:], strict=True):
-            for block in own:
-                if block not in borrowing:
-                    self._shard(block, {})
-            self._make_equal(other, replaced)
+            self._prepare_frozen(other, [block for block in own if block not in borrowing], replaced, low)
         for each in self._borrowed:
             each.attach(self)
         self._together(True)
         return model, self.accelerator.prepare_optimizer(make(model))
 
-    def _shard(self, module: nn.Module, replaced: dict[int, tuple[Tensor, Tensor]]) -> Any:
-        from torch.distributed.fsdp import fully_shard
+    def _prepare_frozen(
+        self,
+        model: nn.Module,
+        blocks: Sequence[nn.Module],
+        replaced: dict[int, tuple[Tensor, Tensor]],
+        low: torch.dtype | None,
+    ) -> None:
+        for block in blocks:
+            self._shard(block, {}, low)
+        self._make_equal(model, replaced)
+        for parameter in model.parameters() if low is not None else ():
+            if parameter.dtype == torch.float32 and not hasattr(parameter, "to_local"):
+                parameter.data = parameter.data.to(low)
+
+    @property
+    def _low(self) -> torch.dtype | None:
+        """The type in which weights of language models are gathered; None: that of the parts."""
+        language = isinstance(self.policy, Policy | Scorer) and self.accelerator.mixed_precision == "bf16"
+        return torch.bfloat16 if language else None
+
+    def _shard(
+        self, module: nn.Module, replaced: dict[int, tuple[Tensor, Tensor]], low: torch.dtype | None = None
+    ) -> Any:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         self._make_equal(module, replaced)
-        return fully_shard(module, mesh=self._mesh, reshard_after_forward=True)
+        policy = MixedPrecisionPolicy(low, low and torch.float32, cast_forward_inputs=False)
+        return fully_shard(module, mesh=self._mesh, reshard_after_forward=True, mp_policy=policy)
 
     def _make_equal(self, module: nn.Module, replaced: dict[int, tuple[Tensor, Tensor]]) -> None:
         """Move what is not sharded to the device, with the values that the main process has.
@@ -316,7 +355,7 @@ class FSDP2(Sharding):
         if self._writes:
             for name, parameter in self.policy.named_parameters():
                 shard: Any = self._shards[name]
-                local(shard).copy_(local(divided_like(shard, parameter.detach())))
+                follow(local(shard), local(divided_like(shard, parameter.detach())))
         self._writes = False
         for undo in self._undo:
             undo()
@@ -445,6 +484,8 @@ def borrowed(blocks: Sequence[nn.Module], others: Sequence[nn.Module]) -> Iterat
             yield Borrowed(other, found[0][2], [(module, name, own, its) for module, name, _, own, its in found])
 
 
+HEADS_APART = ("value_head", "head")
+"""Modules of a policy or scorer beside its language model, which compute in the type of their own weights."""
 THROUGH_TRUNK = "through_trunk"
 """The method of a policy, beside `forward`, that runs the model."""
 HOOKS = (
@@ -472,8 +513,9 @@ def _made_plain(module: nn.Module) -> Iterator[Callable[[], None]]:
     own = {key: held.pop(key) for key in [*held] if key.startswith("__composable_api") or key == THROUGH_TRUNK}
     yield partial(held.update, own)
     for hooks in (held[name] for name in HOOKS):
+        before = dict(hooks)
         taken = {key: hooks.pop(key) for key in _of_fsdp(hooks)}
-        yield partial(_put_back, hooks, taken)
+        yield partial(_put_back, hooks, before, taken)
 
 
 def _of_fsdp(hooks: Mapping[int, Any]) -> list[int]:
@@ -482,11 +524,12 @@ def _of_fsdp(hooks: Mapping[int, Any]) -> list[int]:
     return [key for key, place in places.items() if place.startswith("torch.distributed.fsdp")]
 
 
-def _put_back(hooks: dict[int, Any], taken: dict[int, Any]) -> None:
-    """Add the hooks ``taken``: those that gather are the first, as FSDP registers them."""
-    others = dict(hooks)
+def _put_back(hooks: dict[int, Any], before: dict[int, Any], taken: dict[int, Any]) -> None:
+    """Add the hooks ``taken``, at their places in ``before``."""
+    now = dict(hooks)
     hooks.clear()
-    hooks.update({**taken, **others})
+    hooks.update({key: hook for key, hook in before.items() if key in now or key in taken})
+    hooks.update(now)
 
 
 def make_sharding(entry: str | PluginConfig, accelerator: Accelerator) -> Sharding:
@@ -517,6 +560,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
         ConfigError: a model names blocks, and has none of them.
     """
     found: list[nn.Module] = []
+    apart = {each for _, parts in readers_of_images(model) for part in parts for each in part.modules()}
     for module in model.modules():
         names = set(getattr(module, "_no_split_modules", None) or ())
         blocks = [each for each in module.modules() if type(each).__name__ in names]
@@ -525,5 +569,19 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
                 f"train.sharding divides a model block by block, and the blocks of {type(module).__name__} "
                 f"({', '.join(sorted(names))}) are not found; set it to 'none'"
             )
-        found += [block for block in blocks if all(block is not other for other in found)]
+        found += [block for block in blocks if block not in apart and all(block is not other for other in found)]
     return found
+
+
+def _no_views(_: nn.Module, __: Any, outputs: Any) -> Any:
+    """Return outputs of which none is a view, as one that is changed in place would lose the hooks of FSDP2."""
+    return tree_map(lambda each: each.clone() if isinstance(each, Tensor) and each._base is not None else each, outputs)
+
+
+def _touching(parts: list[nn.Module], _: nn.Module, __: Any, output: Tensor) -> Tensor:
+    """Return an output that has all trained parameters of ``parts`` in its graph: their gradient is 0, and not None.
+
+    Processes exchange the gradients of the same parameters in every pass.
+    """
+    trained = [each for part in parts for each in part.parameters() if each.requires_grad]
+    return output + 0 * sum(each.flatten()[:1] for each in trained) if trained and torch.is_grad_enabled() else output

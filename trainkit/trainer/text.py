@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from trainkit.config import SamplingConfig, TRLConfig
@@ -19,16 +22,20 @@ from trainkit.data import (
     is_conversation,
     labelled,
     sample_rows,
+    taken_apart,
     unrendered,
     written_prompts,
 )
+from trainkit.data.batches import Images
 from trainkit.data.chat import SETTINGS, STARTS
-from trainkit.data.columns import is_given, without
+from trainkit.data.columns import check_images, is_given, without
 from trainkit.data.formats import check_list, preference_row
+from trainkit.data.images import IMAGE_COLUMNS, READERS, ImageReader, expanded, given_images
 from trainkit.data.pipeline import (
     IDS,
     EncodedSide,
     EqualSidesError,
+    NoOutputError,
     Shape,
     check_sides,
     encode_pair_within,
@@ -39,6 +46,7 @@ from trainkit.data.pipeline import (
 from trainkit.data.tokenised import PAIR_COLUMNS
 from trainkit.errors import ConfigError, DataError
 from trainkit.models import load_tokenizer
+from trainkit.models.images import image_token, reads_images
 from trainkit.models.loading import (
     balances_experts,
     check_trainable,
@@ -68,6 +76,7 @@ class Text:
         scored: whether the model scores text and generates none.
         inputs: what the algorithm learns from.
         columns: columns of samples that it reads besides those of their format.
+        why_no_images: why rows may have no images, and what to do; None: they may.
         began: when the run began, for templates that write a date.
 
     Raises:
@@ -86,10 +95,11 @@ class Text:
         scored: bool,
         inputs: tuple[str, ...],
         columns: tuple[str, ...],
+        why_no_images: str | None,
         began: datetime,
     ) -> None:
         self.config, self.parallel, self.inputs, self.columns = config, parallel, inputs, columns
-        self.tokenizer = tokenizer
+        self.tokenizer, self.why_no_images = tokenizer, why_no_images
         STARTS[self.tokenizer] = began
         self.model_config, self.ends, self.scored = model_config, ends, scored
         self.is_encoder_decoder = bool(model_config.is_encoder_decoder)
@@ -138,7 +148,19 @@ class Text:
 
     def fit(self, rows: list[Row]) -> list[Row]:
         """Return the prompts, as text, that leave room for a response."""
-        return self.encode.fit(written_prompts(rows, self.tokenizer))
+        written = written_prompts(rows, self.tokenizer)
+        return [written[at] for at in self._kept(written, range(len(rows)))]
+
+    def _kept(self, written: list[Row], numbers: Iterable[int]) -> list[int]:
+        """Return the numbers of those of `written_prompts` that leave room for a response."""
+        whole = [
+            {**(self._expanded(row, f"prompt {at}")[0] if self.reads_images else row), "index": at}
+            for row, at in zip(written, numbers, strict=True)
+        ]
+        kept = self.encode.fit(whole)
+        for row in kept if self.reads_images else ():
+            self._check_whole([row["prompt"]], self.encode(row["prompt"]), f"prompt {row['index']}")
+        return [row["index"] for row in kept]
 
     def fit_episodes(self, rows: list[Row], check: Callable[[Any, Row, str], None]) -> list[Row]:
         """Return the rows, as they were given, whose prompts, if they have one, leave room for a response.
@@ -148,23 +170,80 @@ class Text:
             check: raises an error if the template cannot go on from a conversation: of a prompt, its row and its name.
         """
         for index, row in enumerate(rows):
+            check_images(row, self.reads_images, f"prompt {index}")
             if is_conversation(prompt := row.get("prompt")):
                 check(prompt, row, f"prompt {index}")
         known = [index for index, row in enumerate(rows) if row.get("prompt") is not None]
         texts = written_prompts([rows[index] for index in known], self.tokenizer)
-        kept = (
-            self.encode.fit([{**row, "index": index} for row, index in zip(texts, known, strict=True)]) if known else []
-        )
-        fitting = {row["index"] for row in kept} | {*range(len(rows))} - {*known}
+        fitting = {*(self._kept(texts, known) if known else ())} | {*range(len(rows))} - {*known}
         return [row for index, row in enumerate(rows) if index in fitting]
 
     def queries(self, rows: list[Row]) -> list[list[int]]:
         """Return the prompts' token ids; none for a row whose environment gives the prompt."""
-        read = [tuple(id(row.get(name)) for name in ("prompt", *SETTINGS)) for row in rows]  # the same for a group
+        parts = ("prompt", *SETTINGS, *IMAGE_COLUMNS)
+        read = [tuple(id(row.get(name)) for name in parts) for row in rows]  # the same for a group
         different = {key: row for key, row in zip(read, rows, strict=True) if row.get("prompt") is not None}
         written = written_prompts([*different.values()], self.tokenizer)
-        ids = dict(zip(different, [self.encode(row["prompt"]) for row in written], strict=True))
+        ids = dict(zip(different, map(self.query, written), strict=True))
         return [[*ids.get(key, ())] for key in read]
+
+    def query(self, row: Row, what: str = "the prompt") -> list[int]:
+        """Return the token ids of a prompt of `written_prompts`, with those that stand for its images.
+
+        Raises:
+            DataError: its images cannot be read, or it is too long; ``what`` names it.
+        """
+        return self.encode(self._expanded(row, what)[0]["prompt"] if self.reads_images else row["prompt"], what)
+
+    def images(self, rows: list[Row]) -> Images | None:
+        """Return the images of rows, prompts or samples; None if no row has any."""
+        if not self.reads_images:
+            return None
+        parts = (*IMAGE_COLUMNS, "prompt", "turns", "chosen", "rejected")
+        read = [tuple(id(row.get(name)) for name in parts) for row in rows]  # the same for a group
+        different = dict(zip(read, rows, strict=True))
+        inputs = {key: self._expanded(row)[1] for key, row in different.items()}
+        return Images.of_rows([inputs[key] for key in read])
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether the model reads images."""
+        return self.tokenizer in READERS
+
+    def without_images(self, logit_mask: Tensor | None) -> Tensor | None:
+        """Return a logit mask that excludes the tokens that stand for images, if the model reads any."""
+        config = self.model_config
+        if not reads_images(config):
+            return logit_mask
+        vocabulary = torch.arange(config.get_text_config().vocab_size)
+        allowed = (vocabulary != image_token(config)) & (vocabulary != getattr(config, "video_token_id", -1))
+        return allowed if logit_mask is None else torch.as_tensor(logit_mask) & allowed
+
+    def _expanded(self, row: Row, what: str = "the row") -> tuple[Row, dict[str, Tensor]]:
+        """Return a row whose placeholders are as long as their images, and what the model reads of these.
+
+        Raises:
+            DataError: as `trainkit.data.images.expanded`; or rows may have no images in this run.
+        """
+        if self.why_no_images and given_images(row):
+            raise DataError(f"{what} has images, and {self.why_no_images}, or remove them")
+        return expanded(self.tokenizer, row, what)
+
+    def _check_whole(self, texts: list[str], ids: list[int], what: str, chosen: list[bool] | None = None) -> None:
+        """Check that no token of an image has been cut off from the ids of texts, or is one of the ``chosen``.
+
+        Raises:
+            DataError: one has, or is.
+        """
+        tokens = READERS[self.tokenizer].ids
+        whole = sum(text.count(str(self.tokenizer.convert_ids_to_tokens(token))) for token in tokens for text in texts)
+        if sum(token in tokens for token in ids) != whole:
+            raise DataError(
+                f"{what} has images and is longer than {self.limit} tokens, prompt and response together, and no image "
+                "can be truncated; raise train.seq_length, or give smaller images"
+            )
+        if any(token in tokens for token, keep in zip(ids, chosen or [], strict=False) if keep):
+            raise DataError(f"{what} has an image in an output, and models write text alone; put it into the prompt")
 
     def numbered(self, row: Row) -> Row:
         """Return a row without its index if prompts were dropped: it is then not the index in the user's list."""
@@ -222,17 +301,45 @@ class Text:
                 samples, rewards, self.tokenizer, rated=needed, first=first, columns=self.columns, ends=self.ends
             )
             rows = labelled(rows, first=first) if "labels" in self.inputs else rows
-            cut = sum(self._encode_sample(row, f"sample {index}")[2] for index, row in enumerate(rows, first))
+            parts = [self._fitting(row, f"sample {index}") for index, row in enumerate(rows, first)]
+            cut = sum(shorter for _, shorter in parts)
             check(rows, first=first)
+            whole, rows = len(rows), [part for fitting, _ in parts for part in fitting]
+            self._warn_apart(whole, len(rows))
         read = {"prompt", "chosen", "rejected"} if "pairs" in self.inputs else {"turns", "outputs"}
         if not any("turns" in row or "chosen" in row for row in rows):
             read |= {IDS, *PAIR_COLUMNS}
         rated = [kind.removesuffix("s") for kind in self.inputs if kind in ("rewards", "labels")]
-        self.warn_unread(rows, {*read, *rated}, "samples")
+        if "reward_fn" not in self.inputs:  # otherwise it gets the columns
+            self.warn_unread(rows, {*read, *rated}, "samples")
         self.warn_unrendered(samples, "sample")
         if cut and self.parallel.is_main:
             log.warning("%d of %d samples were truncated to %s tokens: %s", cut, len(rows), self.limit, self._lost)
         return rows
+
+    def _fitting(self, row: Row, what: str) -> tuple[list[Row], bool]:
+        """Return the rows that a sample is trained on in, and whether truncation removes something or all of one."""
+        fitting, cut = list[Row](), False
+        for part in (parts := taken_apart(row)):
+            try:
+                cut |= self._encode_sample(part, what)[2]
+                fitting.append(part)
+            except NoOutputError:
+                if part is parts[-1] and not fitting:
+                    raise
+                cut = True
+        return fitting, cut
+
+    def _warn_apart(self, samples: int, rows: int) -> None:
+        """Log, once, that samples are trained on in more rows."""
+        if rows > samples and "apart" not in self._warned and self.parallel.is_main:
+            log.warning(
+                "%d samples are trained on in %d rows: the chat template writes answers differently when others "
+                "follow, such as without their reasoning, and each of these is trained on as the model writes it",
+                samples,
+                rows,
+            )
+            self._warned.add("apart")
 
     def warn_unrendered(self, values: Iterable[Any], what: str) -> None:
         """Log what the chat template leaves out of the text of conversations; each part once."""
@@ -253,7 +360,7 @@ class Text:
     def warn_unread(self, rows: Iterable[Row], read: set[str], what: str) -> None:
         """Log which columns of the rows are neither ``read`` nor read by the algorithm; each once."""
         names = dict.fromkeys(name for row in rows for name, value in row.items() if is_given(value))
-        used = {*read, *SETTINGS, *self.columns, *self._warned}
+        used = {*read, *SETTINGS, *self.columns, *self._warned, *(IMAGE_COLUMNS if self.reads_images else ())}
         new = [str(name) for name in names if name not in used]
         self._warned |= {*new}
         if new and self.parallel.is_main:
@@ -320,7 +427,10 @@ class Text:
             )
 
     def _encode_pair(self, row: Row, what: str = "the sample") -> tuple[EncodedSide, EncodedSide, bool]:
-        limit = None if self.shape else self.limit
+        limit, texts = None if self.shape else self.limit, list[str]()
+        if self.reads_images:
+            row, inputs = self._expanded(row, what)
+            texts = [row["prompt"], row["chosen"], row["rejected"]] if inputs else []
         chosen, rejected, cut = encode_pair_within(
             self.tokenizer,
             row,
@@ -333,6 +443,8 @@ class Text:
         if self.shape:
             (chosen, rejected), cut = self._shaped(what, chosen, rejected)
             check_sides(chosen, rejected, what, self.limit if cut else None)
+        for side, text in zip((chosen, rejected), texts[1:], strict=False):
+            self._check_whole([texts[0], text], *side[:1], what, side[1])
         return chosen, rejected, cut
 
     def _shaped(self, what: str, *sides: EncodedSide) -> tuple[tuple[EncodedSide, ...], bool]:
@@ -354,16 +466,25 @@ class Text:
         sequences = Sequences.from_rows(
             [ids for ids, _, _ in encoded], [chosen for _, chosen, _ in encoded], pad_id(self.tokenizer)
         )
-        return sequences.to(self.parallel.device)
+        return replace(sequences, images=self.images(rows)).to(self.parallel.device)
 
     def _encode_sample(self, row: Row, what: str = "the sample") -> tuple[list[int], list[bool], bool]:
         """Return the ids, which of them are outputs, and whether the sample was truncated."""
-        limit = None if self.shape else self.limit
+        limit, inputs = None if self.shape else self.limit, dict[str, Tensor]()
+        if self.reads_images:
+            row, inputs = self._expanded(row, what)
         ids, chosen, cut = encode_within(
             self.tokenizer, row, limit, what, is_encoder_decoder=self.is_encoder_decoder, ends=self.ends
         )
         if self.shape:
             ((ids, chosen),), cut = self._shaped(what, (ids, chosen))
+        if inputs:
+            self._check_whole(row["turns"], ids, what, chosen)
+        elif "turns" not in row and (token := image_token(self.model_config)) in ids:
+            raise DataError(
+                f"{what} holds the token id {token}, which stands for a part of an image, and no image is given; give "
+                "rows with text and images, and not with token ids"
+            )
         return ids, chosen, cut
 
     def encode_preferences(self, rows: list[Row]) -> Preferences:
@@ -373,7 +494,9 @@ class Text:
             Sequences.from_rows([ids for ids, _ in side], [mask for _, mask in side], fill)
             for side in ([pair[0] for pair in pairs], [pair[1] for pair in pairs])
         )
-        return Preferences(chosen, rejected).to(self.parallel.device)
+        images = self.images(rows)
+        both = (replace(side, images=images) for side in (chosen, rejected))
+        return Preferences(*both).to(self.parallel.device)
 
 
 def make_text(
@@ -409,6 +532,11 @@ def make_text(
     tokenizer = load_tokenizer(config, tokenizer)
     model_config = model.config if model is not None else load_model_config(config.model)
     check_trainable(config.model, model_config, live=model is not None)
+    if not reads_images(model_config) and tokenizer in READERS:
+        kind = model_config.model_type
+        READERS[tokenizer] = ImageReader(None, f"a model of the kind {kind!r} reads none; give one that does")
+    elif reads_images(model_config) and tokenizer not in READERS:
+        READERS[tokenizer] = ImageReader(None, "no processor reads them; give the model's processor as the tokenizer")
     if balances_experts(model_config) and parallel.is_main:
         log.warning(
             "the loss that balances the experts of a mixture (router_aux_loss_coef) is not added to that of %s; "

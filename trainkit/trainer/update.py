@@ -292,7 +292,8 @@ class Updater:
         compared = [each.policy for each in (self.models.reference, *self.models.frozen) if hasattr(each, "policy")]
         weights = {id(p): p for each in (self.models.unwrapped, *compared) for p in each.parameters()}
         parts = [(local(p), p.requires_grad) for p in weights.values()]
-        used = sum(part.nbytes + trained * (part.nbytes + 8 * part.numel()) for part, trained in parts)
+        each = (part.nbytes + trained * part.numel() * (12 if part.itemsize > 2 else 16) for part, trained in parts)
+        used = sum(each)  # gradients and two moments are in float32, and so are copies of weights in 16 bits
         low = self.parallel.accelerator.mixed_precision != "no" or model.dtype != torch.float32
         room, recomputes = STATES * memory - used, self.config.gradient_checkpointing
         return tokens_that_fit(model.config, room, low=low, recomputes=recomputes)

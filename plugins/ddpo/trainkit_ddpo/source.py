@@ -38,7 +38,7 @@ def open_source(config: Any, live: Any = None) -> Source:
         ConfigError: no model is given, or it is not an image model that ddpo can train.
         PluginError: the model needs diffusers, and diffusers cannot be imported.
     """
-    dtype = getattr(torch, config.dtype)
+    dtype = getattr(torch, config.dtype or "float32")
     if live is not None:
         pipeline = _as_pipeline(live)
         return Source(pipeline.noise, pipeline.check, pipeline.fits, lambda: pipeline)

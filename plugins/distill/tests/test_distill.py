@@ -298,3 +298,16 @@ def test_settings_out_of_bounds_are_refused(tmp_path: Path) -> None:
     for setting, value in (("beta", 0.0), ("beta", 1.0), ("reward_coef", -1.0), ("divergence", "backward")):
         with pytest.raises(ConfigError, match=rf"method\.{setting}"):
             tiny_trainer("distill", tmp_path, **{f"method__{setting}": value})
+
+
+def test_gkd_learns_from_given_outputs_and_from_sampled_ones(tmp_path: Path) -> None:
+    trainer, kinds = tiny_trainer("gkd", tmp_path, method__sampled=0.4), []
+    given = {tuple(row.tolist()) for row in trainer.encode_samples(trainer.pipeline.rows).responses}
+    for trainer.progress.collection in range(5):
+        trainer.store.clear()
+        trainer.recorder.pending.clear()
+        trainer.collect()
+        responses = {tuple(row.tolist()) for row in trainer.store.experience.sequences.responses}
+        kinds.append(not responses <= given)
+        assert trainer.recorder.pending["rollout/sampled"].compute() == kinds[-1]
+    assert kinds == [True, False, True, False, False]

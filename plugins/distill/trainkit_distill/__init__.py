@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from trainkit.plugins import lazy_names
 
 if TYPE_CHECKING:
-    from trainkit_distill.config import DistillConfig, DistillOfflineConfig
-    from trainkit_distill.trainer import Distillation, DistillBatch, DistillOfflineTrainer, DistillTrainer
+    from trainkit_distill.config import DistillConfig, DistillOfflineConfig, GKDConfig
+    from trainkit_distill.trainer import Distillation, DistillBatch, DistillOfflineTrainer, DistillTrainer, GKDTrainer
 
 __all__ = [
     "DistillBatch",
@@ -17,5 +17,7 @@ __all__ = [
     "DistillOfflineTrainer",
     "DistillTrainer",
     "Distillation",
+    "GKDConfig",
+    "GKDTrainer",
 ]
 __getattr__, __dir__ = lazy_names(__name__, __all__, "config", "trainer")

@@ -27,6 +27,18 @@ class DistillOfflineConfig(MethodConfig):
         return self
 
 
+class GKDConfig(DistillOfflineConfig):
+    """Settings of distillation on given outputs and on sampled responses. Divergence, β, λ: as in TRL's GKD."""
+
+    section_defaults: ClassVar[dict[str, Any]] = {"optimizer": {"lr": 1e-6}, "train": {"total_steps": 1000}}
+    name: str = "gkd"
+    """The registered name."""
+    divergence: Literal["reverse", "forward", "jensen_shannon"] = "jensen_shannon"
+    """As of `distill_offline`."""
+    sampled: float = Field(0.5, ge=0, le=1)
+    """λ: share of the collections that are sampled from the policy, to the prompts of the samples."""
+
+
 class DistillConfig(DistillOfflineConfig):
     """Settings of on-policy distillation."""
 

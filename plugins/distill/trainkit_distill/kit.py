@@ -35,6 +35,16 @@ def loss_by_its_formula(trainer: Any) -> float:
     return float(loss / sum(part.sum(-1).mean() for part in parts))
 
 
+def sampled_of_20(trainer: Any) -> int:
+    """Return how many of 20 collections are sampled."""
+    sampled = 0
+    for trainer.progress.collection in range(20):
+        trainer.recorder.pending.clear()
+        trainer.collect()
+        sampled += int(trainer.recorder.pending["rollout/sampled"].compute())
+    return sampled
+
+
 EFFECTS: dict[str, Effect | list[Effect]] = {
     "divergence": [
         Effect("loss", rises=("jensen_shannon", "reverse")),
@@ -91,4 +101,9 @@ KIT = {
         structure=(OF_DIVERGENCE, FORWARD, UNEQUAL, REWARDED),
     ),
     "DistillOfflineTrainer": OFFLINE,
+    "GKDTrainer": replace(
+        OFFLINE,
+        contexts={},
+        effects={**OFFLINE.effects, "sampled": Effect(sampled_of_20, equals={0.0: 0, 0.3: 6, 0.5: 10, 1.0: 20})},
+    ),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -12,7 +13,7 @@ from trainkit import AccelerateRLTrainer, Rollouts, Row, TokenBatch, TRLConfig, 
 from trainkit.errors import ConfigError
 from trainkit.functional import jensen_shannon, masked_mean, per_response, to_float64
 from trainkit.metrics import Mean, Metrics
-from trainkit_distill.config import DistillConfig, DistillOfflineConfig
+from trainkit_distill.config import DistillConfig, DistillOfflineConfig, GKDConfig
 
 
 @dataclass(frozen=True)
@@ -75,3 +76,18 @@ class DistillOfflineTrainer(Distillation[DistillOfflineConfig]):
     def make_experience(self, rows: list[Row]) -> DistillBatch:
         """Return the samples as token sequences [B, T], without rewards."""
         return DistillBatch(self.encode_samples(rows), torch.zeros(len(rows), device=self.accelerator.device))
+
+
+@register_trainer("gkd")
+class GKDTrainer(Distillation[GKDConfig]):
+    """Trainer of GKD: the same loss, on the outputs of a dataset or on responses to its prompts, by collection."""
+
+    inputs: ClassVar[tuple[str, ...]] = ("samples", "prompts")
+
+    def make_experience(self, rows: list[Row]) -> DistillBatch:
+        """Return the samples [B, T], or responses to their prompts: of n collections ⌈λ n⌉ are sampled."""
+        share, before = self.method.sampled, self.progress.collection
+        sampled = math.ceil(share * (before + 1)) > math.ceil(share * before)
+        sequences = self.sample_and_score(rows)[0].sequences if sampled else self.encode_samples(rows)
+        self.record({"rollout/sampled": Mean.of(torch.full((len(rows),), float(sampled)))})
+        return DistillBatch(sequences, torch.zeros(len(rows), device=self.accelerator.device))

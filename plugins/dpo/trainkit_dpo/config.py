@@ -75,3 +75,27 @@ class BestOfKConfig(MethodConfig):
     """The registered name."""
     k: GroupSize = 4
     """Responses per prompt; the best of them is trained on."""
+
+
+class XPOConfig(MethodConfig):
+    """Settings of XPO. The defaults are those of TRL."""
+
+    section_defaults: ClassVar[dict[str, Any]] = {"optimizer": {"lr": 5e-7}, "train": {"total_steps": 1000}}
+
+    name: str = "xpo"
+    """The registered name."""
+    beta: float = Field(0.1, gt=0)
+    """β: implicit reward per nat of log-ratio to the reference."""
+    alpha: float = Field(1e-5, ge=0)
+    """α: weight of the log-likelihood of the reference's responses, which is made small."""
+
+
+class SPINConfig(MethodConfig):
+    """Settings of SPIN. The defaults are those of Chen et al. 2024 for their first iterations."""
+
+    section_defaults: ClassVar[dict[str, Any]] = {"optimizer": {"lr": 5e-7}, "train": {"total_steps": 1000}}
+
+    name: str = "spin"
+    """The registered name."""
+    beta: float = Field(0.1, gt=0)
+    """λ of the paper: reward per nat of log-ratio to the policy of the last collection."""

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainkit.testing import Declaration, Effect, Structure, World, nudged
+from trainkit_dpo.xpo import xpo_loss
 
 
 def mean_of_three(trainer: Any) -> float:
@@ -31,6 +32,12 @@ def loss_of_ipo_by_its_formula(trainer: Any) -> float:
         sides.append(logps.masked_fill(~side.response_mask, 0.0).sum(1) / length)
     due = (sides[0] - sides[1] - 1 / (2 * trainer.method.beta)) ** 2
     return float(trainer.loss(batch)[0] / due[batch.decided].mean())
+
+
+def xpo_of_three(trainer: Any) -> float:
+    """Return the mean loss of preferred responses with these log-ratios, without the bonus."""
+    ratios = torch.tensor([2.0, -1.0, 0.0])
+    return float(xpo_loss(ratios, ratios, torch.ones(3), beta=trainer.method.beta, alpha=0.0).mean())
 
 
 SMOOTHED = {"method.loss_type": "robust"}
@@ -164,5 +171,19 @@ KIT = {
     ),
     "BestOfKTrainer": Declaration(
         effects={"k": EFFECTS["k"]}, structure=(replace(OF_GROUPS, gradient=likelihood_of_the_best),)
+    ),
+    "XPOTrainer": Declaration(
+        effects={
+            "beta": Effect(xpo_of_three, equals={0.1: 0.678561, 1.0: 0.711112}),
+            "alpha": Effect("gradient", linear=(0.0, 0.05, 0.1)),
+        },
+        structure=(OF_GROUPS,),  # a score is compared with that of the reference
+        expected_failures={
+            "kl_pulls_back": "without a preference, the bonus pushes the policy away from its reference",
+        },
+    ),
+    "SPINTrainer": Declaration(
+        effects={"beta": Effect("credit of chosen", proportional=(0.1, 0.2, 1.0))},
+        structure=(Structure(surrogate="none", detached=()),),
     ),
 }

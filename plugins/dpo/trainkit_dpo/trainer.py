@@ -88,6 +88,32 @@ def best_and_worst(x: ScoredResponses, k: int) -> tuple[Tensor, Tensor, Tensor]:
     return best, worst, (x.scores[best] > x.scores[worst]) & (ids[best] != ids[worst]).any(1)
 
 
+# -------------------------------------------------------------------------------------------------------- metrics
+
+Sides = tuple[Tensor, Tensor]
+"""Numbers of the chosen and of the rejected responses, [B] ×2."""
+
+
+def pair_metrics(logps: Sides, ratios: Sides, beta: float, decided: Tensor) -> Metrics:
+    """Return metrics of log π and log π − log π_ref of both sides, means over the pairs with a preference."""
+    return {
+        "rewards/chosen": Mean.of(beta * ratios[0], decided),
+        "rewards/rejected": Mean.of(beta * ratios[1], decided),
+        "rewards/margins": Mean.of(beta * (ratios[0] - ratios[1]), decided),
+        "rewards/accuracies": Mean.of(preference_accuracy(*ratios), decided),
+        "logps/chosen": Mean.of(logps[0], decided),
+        "logps/rejected": Mean.of(logps[1], decided),
+    }
+
+
+def divergences(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Metrics:
+    """Return estimates of the KL from the reference, of responses and of tokens. [B, T] ×3."""
+    return {
+        "policy/kl": Mean.of(masked_sum(kl_k1(logprobs, ref_logprobs), mask, dim=1)),
+        "policy/kl_per_token": Mean.of(kl_k3(logprobs, ref_logprobs), mask),
+    }
+
+
 # ------------------------------------------------------------------------------------------------------- trainers
 
 C = TypeVar("C", bound=DPOConfig)
@@ -142,15 +168,8 @@ class PairTrainer(AccelerateRLTrainer[C]):
         """Return the mean loss over the pairs with a preference. -> []."""
         logps, decided = self.read(self.policy, batch), batch.decided
         ratios = logps[0] - batch.ref_chosen, logps[1] - batch.ref_rejected
-        margins = self.method.beta * (ratios[0] - ratios[1])
-        return masked_mean(self.losses(*ratios, batch), decided), {
-            "rewards/chosen": Mean.of(self.method.beta * ratios[0], decided),
-            "rewards/rejected": Mean.of(self.method.beta * ratios[1], decided),
-            "rewards/margins": Mean.of(margins, decided),
-            "rewards/accuracies": Mean.of(preference_accuracy(*ratios), decided),
-            "logps/chosen": Mean.of(logps[0], decided),
-            "logps/rejected": Mean.of(logps[1], decided),
-        }
+        losses = self.losses(*ratios, batch)
+        return masked_mean(losses, decided), pair_metrics(logps, ratios, self.method.beta, decided)
 
 
 @register_trainer("dpo")
@@ -189,12 +208,7 @@ class OnlineDPOTrainer(PairTrainer[OnlineDPOConfig]):
         if not self.needs_reference:
             return ScoredResponses(sequences, totals, torch.zeros_like(totals))
         logprobs, ref_logprobs = self.behaviour(rollouts).logprobs, self.reference(sequences).logprobs
-        self.record(
-            {
-                "policy/kl": Mean.of(masked_sum(kl_k1(logprobs, ref_logprobs), mask, dim=1)),
-                "policy/kl_per_token": Mean.of(kl_k3(logprobs, ref_logprobs), mask),
-            }
-        )
+        self.record(divergences(logprobs, ref_logprobs, mask))
         return ScoredResponses(sequences, totals, self.logps(ref_logprobs, mask))
 
     def prepare_experience(self, experience: ScoredResponses) -> DPOBatch:

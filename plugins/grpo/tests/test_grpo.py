@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 import trainkit
 from tables import table
 from trainkit import Sequences
-from trainkit.errors import ConfigError, DataError
+from trainkit.errors import ConfigError, DataError, RewardError
 from trainkit.models import TokenOutputs
 from trainkit.plugins import registry
 from trainkit.rollouts import Turn
@@ -75,6 +76,43 @@ def test_advantages_equal_the_golden_numbers(scale: str, expected: list[float], 
 def test_a_constant_group_has_advantages_of_exactly_zero(tmp_path: Path, score: float, scale: str) -> None:
     """In float32, the mean of three times 0.9 is not exactly 0.9."""
     assert advantages_of(tmp_path, [score] * 3, scale=scale).tolist() == [0.0] * 3
+
+
+def test_several_rewards_are_scaled_one_by_one(tmp_path: Path) -> None:
+    """The second reward has the advantages 0, 0, 0, 1/√3, −2/√3, 1/√3; the weighted sum has squares of 5.5 in all."""
+    trainer = trainer_of(tmp_path, group_size=3, rollout__num_rollouts=6, reward_weights={"reward": 1.0, "b": 0.5})
+    rollouts = trainer.sample([{"prompt": prompt} for prompt in "aaabbb"])
+    scores, second = [1.0, 2.0, 3.0, 0.0, 0.0, 3.0], [7.0, 7.0, 7.0, 1.0, 0.0, 1.0]
+    judged = [{"reward": one, "b": other} for one, other in zip(scores, second, strict=True)]
+    given = replace(rollouts, judged=judged)
+    made = trainer.experience(given, torch.tensor(scores))
+    made = GRPORollouts(**{**made.parts(), "rewards": made.rewards.double()})
+    made = replace(made, scores=made.scores.double())
+    expected = [x / 1.1**0.5 for x in (-1, 0, 1, -0.5 / 3**0.5, -2 / 3**0.5, 2.5 / 3**0.5)]
+    found = trainer.prepare_experience(made).advantages
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), atol=4e-6, rtol=0)
+    same = replace(rollouts, judged=[{**each, "b": 2.0} for each in judged])
+    assert trainer.keep(same, torch.zeros(6)).tolist() == [True] * 6, "the scores differ"
+    equal = replace(rollouts, judged=[{"reward": 0.0, "b": float(row == 1)} for row in range(6)])
+    assert trainer.keep(equal, torch.zeros(6)).tolist() == [True] * 3 + [False] * 3
+    for wrong in (None, math.nan, "x"):
+        with pytest.raises(
+            RewardError, match=r"method.reward_weights has 'b', which is .* should return a finite number"
+        ):
+            trainer.experience(
+                replace(rollouts, judged=[{**each, "b": wrong} for each in judged]), torch.tensor(scores)
+            )
+
+
+def test_a_run_learns_from_what_the_reward_function_returns_besides(tmp_path: Path) -> None:
+    def score(outputs: list[str], **_: Any) -> dict[str, list[float]]:
+        return {"score": [0.0] * len(outputs), "a": [float(output.count("a")) for output in outputs]}
+
+    weights = {"reward_weights": {"a": 1.0}, "optimizer__lr": 1e-2, "train__total_steps": 20}
+    trainer = trainer_of(tmp_path, arguments={"reward_fn": score}, **weights)
+    before = sum(output.count("a") for output in trainer.generate(["b"] * 64).outputs)
+    trainer.learn()
+    assert sum(output.count("a") for output in trainer.generate(["b"] * 64).outputs) > 2 * before
 
 
 @pytest.mark.daily(variant=("dr_grpo",))
@@ -324,6 +362,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a negative KL": ({"kl_coef": -0.1}, r"method\.kl_coef: should be greater than or equal to 0"),
     "no range": ({"cliprange": 0.0}, r"method\.cliprange: should be greater than 0"),
     "no upper range": ({"cliprange_high": -1.0}, r"method\.cliprange_high: should be greater than 0"),
+    "rewards that are not scaled": (
+        {"reward_weights": {"a": 1.0}, "scale": "none"},
+        r"reward_weights \(GDPO\) need scale 'group'; given 'none'",
+    ),
+    "a weight that is no number": ({"reward_weights": {"a": math.inf}}, r"reward_weights should be finite numbers"),
+    "no weights": ({"reward_weights": {}}, r"method\.reward_weights"),
     "no pass": ({"grpo_epochs": 0}, r"method\.grpo_epochs: should be greater than or equal to 1"),
     "another scale": ({"scale": "std"}, r"method\.scale"),
     "sequence ratios in a mean over tokens": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -36,6 +37,18 @@ class GRPOConfig(MethodConfig):
     """ε_high: the ratio is clipped to at most 1 + ε_high. None: ε."""
     dynamic_sampling: bool = False
     """Replace groups whose rewards are all equal by those of further prompts, up to `rollout.max_refills` times."""
+
+    reward_weights: dict[str, float] | None = Field(None, min_length=1)
+    """Weights, by name, of numbers that the reward function returns besides the score, or of ``reward``, the score.
+    Each is scaled within its group, and their sum in the collection (GDPO). None: only the score is learnt from."""
+
+    @model_validator(mode="after")
+    def _rewards_are_scaled(self) -> Self:
+        if self.reward_weights is not None and self.scale != "group":
+            raise ValueError(f"reward_weights (GDPO) need scale 'group'; given {self.scale!r}")
+        if any(not math.isfinite(weight) for weight in (self.reward_weights or {}).values()):
+            raise ValueError(f"reward_weights should be finite numbers; given {self.reward_weights!r}")
+        return self
 
     @model_validator(mode="after")
     def _sequences_have_one_ratio(self) -> Self:

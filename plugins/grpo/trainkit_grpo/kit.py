@@ -81,6 +81,8 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
         Effect(loss_by_its_formula, equals={0.0: 1.0, 0.5: 1.0, 1.0: 1.0}),
         Effect(loss_by_its_formula, equals={0.5: 1.0}, under={"method.average": "responses"}),
     ],
+    # of one reward, the weight is divided by its own scale; of several, the tests have numbers
+    "reward_weights": Effect("size of advantages", same=({"reward": 0.1}, {"reward": 1.0}, {"reward": 2.0})),
     # 9/4, and divided by the deviations 3/2 of the group and sqrt(87/56) of all eight
     "scale": Effect(advantage_of_the_best, equals={"none": 2.25, "group": 1.5, "batch": 1.805166}),
     "average": [
@@ -140,7 +142,11 @@ STRUCTURE = (
     Structure(surrogate="sequence_mean", cliprange=RANGE, under={**BY_RESPONSE, "method.ratio_level": "sequence"}),
 )
 KIT = Declaration(
-    contexts={"ratio_level": {"method.average": "responses"}, "dynamic_sampling": {"rollout.max_new_tokens": 1}},
+    contexts={
+        "ratio_level": {"method.average": "responses"},
+        "dynamic_sampling": {"rollout.max_new_tokens": 1},
+        "reward_weights": {"method.reward_weights": {"reward": 1.0}, "method.scale": "group"},
+    },
     variants={"kl": {"method.kl_coef": 0.04, "method.average": "responses"}, "batch": {"method.scale": "batch"}},
     effects=EFFECTS,
     structure=STRUCTURE,

@@ -5,10 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from trainkit import AccelerateRLTrainer, Rollouts, TokenBatch, register_trainer
-from trainkit.functional import clipped_surrogate, kl_k3, masked_mean, masked_sum, per_response, to_float64, zero_masked
+from trainkit.data import finite
+from trainkit.errors import RewardError, describe
+from trainkit.functional import (
+    clipped_surrogate,
+    kl_k3,
+    masked_mean,
+    masked_sum,
+    per_response,
+    place_scores,
+    to_float64,
+    zero_masked,
+)
 from trainkit.metrics import Mean, Metrics, RunningMoments
 from trainkit_grpo.config import GRPOConfig
 
@@ -21,6 +33,7 @@ class GRPORollouts(TokenBatch):
     ref_logprobs: Tensor  # without a reference, the old ones
     scores: Tensor
     weights: Tensor  # of the correction for older weights of the sampler, [B, T]
+    rewards: Tensor | None = None  # several rewards at the last token of each response, [B, T, N]
 
 
 @dataclass(frozen=True)
@@ -69,8 +82,25 @@ class GRPOTrainer(AccelerateRLTrainer[GRPOConfig]):
 
     def keep(self, rollouts: Rollouts, scores: Tensor) -> Tensor:
         """Return True for responses whose group has different rewards; other groups have no gradient. -> [B]."""
-        groups = per_response(scores).view(-1, self.method.group_size)
-        return (groups != groups[:, :1]).any(1).repeat_interleave(self.method.group_size)
+        size = self.method.group_size
+        groups: Tensor = self.rewards(rollouts, scores).unflatten(0, (-1, size))  # [G, size, N]
+        return (groups != groups[:, :1]).flatten(1).any(1).repeat_interleave(size)
+
+    def rewards(self, rollouts: Rollouts, scores: Tensor) -> Tensor:
+        """Return what is compared within a group: the score, or the rewards that are named. -> [B, N]."""
+        names = self.method.reward_weights
+        if names is None:
+            return per_response(scores).unsqueeze(1)
+        judged = rollouts.judged or [{"reward": score} for score in per_response(scores).tolist()]
+        rows = [[finite(each.get(name)) for name in names] for each in judged]
+        for name, values in zip(names, zip(*rows, strict=True), strict=True):
+            if None in values:
+                given = describe(judged[values.index(None)].get(name))
+                raise RewardError(
+                    f"method.reward_weights has {name!r}, which is {given} of a response; the reward function should "
+                    f'return a finite number for each, besides the score: {{"score": [...], {name!r}: [...]}}'
+                )
+        return torch.tensor(rows, device=scores.device)
 
     def experience(self, rollouts: Rollouts, scores: Tensor) -> GRPORollouts:
         """Return scored rollouts with log-probabilities of policy and reference [B, T], before any update."""
@@ -80,18 +110,30 @@ class GRPOTrainer(AccelerateRLTrainer[GRPOConfig]):
         if self.needs_reference:
             reference = self.reference(sequences).logprobs
             self.record({"policy/kl": Mean.of(masked_sum(policy.logprobs - reference, mask, dim=1))})
-        weights = self.importance_weights(rollouts, policy)
-        return GRPORollouts(sequences, policy.logprobs, reference, per_response(scores), weights)
+        weights, several = self.importance_weights(rollouts, policy), None
+        if self.method.reward_weights is not None:
+            found = self.rewards(rollouts, scores)
+            several = torch.stack([place_scores(reward, mask) for reward in found.T], dim=2)
+        return GRPORollouts(sequences, policy.logprobs, reference, per_response(scores), weights, several)
 
     def prepare_experience(self, experience: GRPORollouts) -> GRPOBatch:
-        """Return advantages, (r − mean of the group) / (std + 1e-6) [B]; exactly 0 if a group's rewards are equal."""
+        """Return advantages, (r − mean of the group) / (std + 1e-6) [B]; exactly 0 if a group's rewards are equal.
+
+        Of several rewards they are summed, and divided by their deviation in the collection.
+        """
         x, rewards, moments = experience, to_float64(experience.scores), RunningMoments()
         groups = rewards.view(-1, self.method.group_size)
+        if x.rewards is not None:
+            groups = to_float64(x.rewards).sum(1).unflatten(0, (-1, self.method.group_size))  # [G, size, N]
         advantages = groups - groups.mean(1, keepdim=True)
         if self.method.scale == "group":
             advantages = advantages / (groups.std(1, keepdim=True) + 1e-6)
         elif self.method.scale == "batch":
             moments.update(rewards, self.reduce)
+            advantages = advantages / (moments.std + 1e-6)
+        if self.method.reward_weights is not None:
+            advantages = advantages @ advantages.new_tensor([*self.method.reward_weights.values()])
+            moments.update(advantages.flatten(), self.reduce)
             advantages = advantages / (moments.std + 1e-6)
         batch = GRPOBatch if self.method.average == "tokens" else GRPORows
         return batch(x.sequences, x.old_logprobs, x.ref_logprobs, advantages.flatten().to(x.scores.dtype), x.weights)

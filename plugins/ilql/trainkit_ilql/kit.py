@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainkit.testing import Declaration, Effect, Structure, World, nudged
+from trainkit.testing import Declaration, Effect, Structure, Target, World, nudged
 
 
 def with_values_of(value: float) -> Callable[[Any], tuple[Any, Any]]:
@@ -192,4 +192,11 @@ KIT = Declaration(
     variants={"awac": WEIGHTED},
     effects=EFFECTS,
     structure=STRUCTURE,
+    targets={
+        "target_q": Target(
+            lambda trainer: weights_of(trainer.unwrapped.head.target_q),
+            lambda trainer: weights_of(trainer.unwrapped.head.q),
+            lambda method: method.alpha,
+        )
+    },
 )

@@ -31,7 +31,7 @@ PARTS = {"clipped_surrogate(": "surrogate", "leave_one_out(": "baseline", "white
 """Functions of the library, and the part of the structure that an algorithm which calls one has."""
 
 
-WITHOUT_SCORES = {"sft", "dpo", "orpo", "cpo", "distill_offline"}
+WITHOUT_SCORES = {"sft", "dpo", "orpo", "cpo", "distill_offline", "gkd", "spin"}
 """Built-ins that learn from samples, or from pairs without margins."""
 
 

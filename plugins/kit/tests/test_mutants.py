@@ -46,35 +46,40 @@ FAIL = {"reference_skips_a_block"}
 """Bugs that end a pass over shared prompts with an error of transformers."""
 
 
-def both(found: Iterable[tuple[str, Any, str]]) -> list[Any]:
-    """Cases of (name, what, base) with shared prompts, and with separate rows if there are common prompts.
+def cases(found: Iterable[tuple[str, Any, str]]) -> list[Any]:
+    """Cases of (name, what, base) with shared prompts, with separate rows if there are common prompts, and joined.
 
-    Strangers' algorithms, which are not installed, have none.
+    Strangers' algorithms, which are not installed, are not run with separate rows.
     """
+
+    def ways(base: str) -> list[str]:
+        common = base in available_trainers() and common_prompts.exist(base)
+        return ["shared", *(["separate"] if common else []), *(["joined"] if base != "ddpo" else [])]
+
     return [
-        pytest.param(what, shares, id=name if shares else f"{name}-separate")
+        pytest.param(what, way, id=name, marks=pytest.mark.slow)
+        if way == "shared"
+        else pytest.param(what, way, id=f"{name}-{way}", marks=pytest.mark.weekly)
         for name, what, base in found
-        for shares in ([True, False] if base in available_trainers() and common_prompts.exist(base) else [True])
-        if not (shares and name in FAIL)
+        for way in ways(base)
+        if way == "separate" or name not in FAIL
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("base", "shares"), both((base, base, base) for base in sorted(BASES)))
+@pytest.mark.parametrize(("base", "way"), cases((base, base, base) for base in sorted(BASES)))
 def test_a_copy_without_a_bug_passes_the_checks_that_find_those_with_one(
-    base: str, shares: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    base: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    common_prompts.share(monkeypatch, shares)
+    common_prompts.WAYS[way](monkeypatch)
     sound = Bug(f"none_{base}", "", "", base, ())
     results = examine(sound, tmp_path, tuple(BASES[base]))
     assert [result.check.name for result in results if result.outcome != "passed"] == []
     assert sorted(result.check.name for result in results) == BASES[base]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("bug", "shares"), both((bug.name, bug, bug.base) for bug in BUGS))
-def test_the_kit_finds_the_bug(bug: Bug, shares: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    common_prompts.share(monkeypatch, shares)
+@pytest.mark.parametrize(("bug", "way"), cases((bug.name, bug, bug.base) for bug in BUGS))
+def test_the_kit_finds_the_bug(bug: Bug, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    common_prompts.WAYS[way](monkeypatch)
     results = examine(bug, tmp_path, bug.caught_by)
     assert found_by(results) == [result.check.name for result in results], [result.seen for result in results]
 

@@ -18,7 +18,7 @@ class CopyingEngine(Engine):
     """Generates with a copy of the model, into which new weights are loaded; its answers are those of ``local``."""
 
     exact = True
-    abilities = frozenset[Ability](("encoder_decoder", "logit_mask", "steer"))
+    abilities = frozenset[Ability](("encoder_decoder", "images", "logit_mask", "steer"))
 
     def __init__(self, config: None, served: ServedModel) -> None:
         super().__init__(config, served)

@@ -15,6 +15,7 @@ from trainkit.models import policy
 from trainkit.rollouts import sampler
 
 PROBES: tuple[tuple[Any, str], ...] = (
+    (policy, "_head_gives_logits"),
     (policy, "needs_mask"),
     (policy.CausalPolicy, "why_not_shared"),
     (sampler, "stepping_fault"),
@@ -53,10 +54,15 @@ def _kind(model: Any) -> tuple[Any, ...]:
     if not isinstance(model, nn.Module):
         return type(model), getattr(model, "hidden", None)
     modules = [
-        (sorted(vars(each)), getattr(each, "gradient_checkpointing", None), len(each._forward_hooks))
-        for each in model.modules()
+        (name, type(each), "forward" in vars(each), getattr(each, "gradient_checkpointing", None), *_hooks_of(each))
+        for name, each in model.named_modules()
     ]
-    parameters = [(p.dtype, p.device, p.requires_grad) for p in model.parameters()]
+    parameters = [(p.shape, p.dtype, p.device, p.requires_grad) for p in model.parameters()]
     precision = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
     config = vars(model.config) if isinstance(model, PreTrainedModel) else None
-    return type(model), repr(model), repr((modules, parameters, precision, config))
+    return type(model), repr((modules, parameters, precision, config))
+
+
+def _hooks_of(module: nn.Module) -> tuple[int, int]:
+    """Return how many hooks are called before and after a module."""
+    return len(module._forward_pre_hooks), len(module._forward_hooks)

@@ -195,17 +195,23 @@ def can_stand_in(bench: Bench) -> bool:
         return False
     if not trainer.online:
         return True
-    token, sampled = letters(trainer, 1)[0], list[int]()
+    token = letters(trainer, 1)[0]
     given = [Response((token,), (token,) * (2 + at), float(at)) for at in range(trainer.samples_per_prompt)]
-    honest = trainer.sampling.respond
+    sampled = noted_responses(trainer)
+    collect_given(trainer, given)
+    return not sampled
+
+
+def noted_responses(trainer: Any) -> list[int]:
+    """Return a list that grows with every call that samples responses from now on."""
+    calls, honest = list[int](), trainer.sampling.respond
 
     def respond(*positional: Any, **named: Any) -> Any:
-        sampled.append(1)
+        calls.append(1)
         return honest(*positional, **named)
 
     trainer.sampling.respond = respond
-    collect_given(trainer, given)
-    return not sampled
+    return calls
 
 
 @torch.no_grad()

@@ -236,7 +236,8 @@ class Bench:
         merged = {**hooked, **self.usual, **changes, **({"arguments": arguments} if arguments else {})}
         told = {**{k: v for k, v in merged.items() if k not in ("arguments", "callbacks", key)}, **arguments}
         self._probes.append(", ".join(f"{k.replace('__', '.')} = {_short(v)}" for k, v in told.items()) or USUAL)
-        return tiny_trainer(name, run_dir or self.place(), **merged)
+        # the type is that of the default here; given, the configuration is not made again for it
+        return tiny_trainer(name, run_dir or self.place(), **{"model__dtype": "float32", **merged})
 
     def collected(self, **changes: Any) -> Any:
         """Return a tiny trainer that has made one collection of experience and no step."""

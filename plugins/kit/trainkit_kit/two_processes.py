@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from trainkit.data import Pipeline
 from trainkit.metrics import compute
 from trainkit.plugins import available_trainers, get_trainer
 from trainkit.testing.trainers import tiny_trainer
@@ -127,7 +128,7 @@ def _draw(name: str, folder: Path, settings: Said) -> Any:
     trainer = tiny_trainer(name, folder / "drawn", **settings)
     if not trainer.online:
         return None
-    trainer.add_prompt_pipeline(list(trainer.pipeline.rows[:1]))
+    trainer.add_prompt_pipeline(Pipeline(trainer.pipeline.rows[:1], seed=trainer.config.train.seed))
     watched = _Watched(trainer)
     trainer.collect()
     return watched.said["made"]
@@ -158,13 +159,15 @@ def train(name: str, folder: Path, rank: int) -> None:
 
 def _trained(name: str, folder: Path, rank: int, given: Said) -> Said:
     settings = given["settings"]
-    return {
+    learnt = {
         "step": _step(name, folder, rank, given),
         "drawn": _draw(name, folder, settings),
         "run": _learn(name, folder, settings),
-        "resumed": _resume(name, folder, settings),
-        "sharded": _learn_in_shards(name, folder, settings),
     }
+    if given["variant"]:  # resumes and reads the divided model as the algorithm does without those settings
+        return learnt
+    resumed, sharded = _resume(name, folder, settings), _learn_in_shards(name, folder, settings)
+    return {**learnt, "resumed": resumed, "sharded": sharded}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""KTO: learning from samples that are labelled as desirable or undesirable, without pairs (Ethayarajh et al. 2024)."""
+"""KTO and BCO: learning from samples that are labelled as desirable or undesirable, without pairs.
+
+Ethayarajh et al. 2024 (KTO), Jung et al. 2024 (BCO).
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,19 @@ from typing import TYPE_CHECKING
 from trainkit.plugins import lazy_names
 
 if TYPE_CHECKING:
-    from trainkit_kto.config import KTOConfig
-    from trainkit_kto.trainer import KTOBatch, KTOTrainer, kto_loss
+    from trainkit_kto.bco import BCOTrainer, bco_loss
+    from trainkit_kto.config import BCOConfig, KTOConfig
+    from trainkit_kto.trainer import KTOBatch, KTOTrainer, LabelledBatch, LabelTrainer, kto_loss
 
-__all__ = ["KTOBatch", "KTOConfig", "KTOTrainer", "kto_loss"]
-__getattr__, __dir__ = lazy_names(__name__, __all__, "config", "trainer")
+__all__ = [
+    "BCOConfig",
+    "BCOTrainer",
+    "KTOBatch",
+    "KTOConfig",
+    "KTOTrainer",
+    "LabelTrainer",
+    "LabelledBatch",
+    "bco_loss",
+    "kto_loss",
+]
+__getattr__, __dir__ = lazy_names(__name__, __all__, "config", "trainer", "bco")

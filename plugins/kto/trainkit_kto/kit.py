@@ -1,4 +1,4 @@
-"""What the settings of KTO do, and its structure: measured by the conformance kit."""
+"""What the settings of KTO and BCO do, and their structure: measured by the conformance kit."""
 
 from __future__ import annotations
 
@@ -69,10 +69,23 @@ def kto_of_the_paper(world: World) -> Tensor:
     return (weights * (1 - torch.where(good, margins, -margins).sigmoid())).mean()
 
 
+def bco_of_the_paper(world: World) -> Tensor:
+    """Return −log σ(±β log(π / π_ref)): δ is 0 before the first update."""
+    rewards = world.method.beta * (world.logprobs - world.ref_logprobs).sum(1)
+    return -torch.where(world.scores == 1, rewards.sigmoid(), 1 - rewards.sigmoid()).log().mean()
+
+
 # no baseline: a label counts in its own sample, and the reference point is a number
+OF_ROWS = Structure(scores="row", surrogate="none", detached=())
 STRUCTURE = (
-    Structure(scores="row", surrogate="none", detached=()),
+    OF_ROWS,
     Structure(gradient=kto_of_the_paper, under={"method.reference_point": "zero", "method.beta": 0.5}),
     Structure(gradient=kto_of_the_paper, under={"method.beta": 0.5, "method.desirable_weight": 1.25}),
 )
-KIT = Declaration(effects=EFFECTS, structure=STRUCTURE)
+KIT = {
+    "KTOTrainer": Declaration(effects=EFFECTS, structure=STRUCTURE),
+    "BCOTrainer": Declaration(
+        effects={"beta": Effect("credit of desirable", proportional=(0.05, 0.1, 0.2))},
+        structure=(replace(OF_ROWS, gradient=bco_of_the_paper),),
+    ),
+}

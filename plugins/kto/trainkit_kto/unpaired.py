@@ -47,9 +47,9 @@ def mismatched(rows: Sequence[Row]) -> list[Row]:
     gets the output of the row before.
     """
     starts = [row["outputs"].index(True) for row in rows]
-    same: dict[tuple[str, ...], list[int]] = {}
+    same: dict[tuple[str | int, ...], list[int]] = {}
     for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
-        same.setdefault(tuple(row["turns"][:start]), []).append(index)
+        same.setdefault((*row["turns"][:start], *map(id, row.get("images", ()))), []).append(index)
     order = [index for group in same.values() for index in group]
     shift = max(map(len, same.values())) % len(rows) or 1
     others = {index: order[at - shift] for at, index in enumerate(order)}
@@ -58,4 +58,5 @@ def mismatched(rows: Sequence[Row]) -> list[Row]:
         other = others[index]
         return [*rows[index][key][: starts[index]], *rows[other][key][starts[other] :]]
 
-    return [{key: joined(index, key) for key in ("turns", "outputs")} for index in range(len(rows))]
+    images = [{"images": row["images"]} if "images" in row else {} for row in rows]
+    return [{key: joined(index, key) for key in ("turns", "outputs")} | images[index] for index in range(len(rows))]

@@ -64,7 +64,7 @@ PUBLISHED: list[Any] = [
     # 2 rows in each of 2 passes; the script of 0.8 cuts at 512 tokens; half a cosine over 3 steps
     (
         "trl08_sft.yaml", [], 0,
-        {"train.batch_size": 4, "train.microbatch_size": 2, "train.seq_length": 512, "model.dtype": "float32",
+        {"train.batch_size": 4, "train.microbatch_size": 2, "train.seq_length": 512,
          "model.disable_dropout": False},
         [1e-4, 0.75e-4, 0.25e-4],
     ),
@@ -94,7 +94,7 @@ PUBLISHED: list[Any] = [
         [0.0, 2.5e-7, 5e-7, 2.5e-7],
     ),
     (
-        "trl1_script.py", [], 0, {"train.batch_size": 2, "train.seq_length": 32, "model.dtype": "float32"},
+        "trl1_script.py", [], 0, {"train.batch_size": 2, "train.seq_length": 32},
         [1e-5 * (8 - step) / 8 for step in range(8)],
     ),
     # 2 rows in each of 2 passes

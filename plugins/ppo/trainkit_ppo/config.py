@@ -27,6 +27,9 @@ class PPOConfig(MethodConfig):
     """Discount per token."""
     lam: float = Field(0.95, ge=0, le=1)
     """λ of generalised advantage estimation."""
+    lam_length: float | None = Field(None, gt=0)
+    """α: the advantages of a response of l tokens have λ = 1 − 1/(αl), at least 0, and `lam` is that of the returns
+    alone; VAPO (Yue et al. 2025, equation 12) has 0.05, with a `lam` of 1. None: both have `lam`."""
     cliprange: float = Field(0.2, gt=0)
     """ε of the clipped surrogate: the ratio is clipped to 1 ± ε."""
     cliprange_value: float = Field(0.2, gt=0)

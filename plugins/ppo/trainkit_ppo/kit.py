@@ -49,25 +49,30 @@ def first_of_three(trainer: Any) -> float:
 
 
 @torch.no_grad()
-def returns_by_their_sum(trainer: Any) -> float:
+def estimates_by_their_sums(trainer: Any) -> float:
     """Return 1 + the largest error of the returns, relative to V_t + Σ_l (γλ)^l (r + γV' − V), Schulman et al. 2015.
 
-    Scores are divided by their deviation if they are scaled, and the KL penalty is not.
+    Less than that if the advantages are not these sums, with their own λ, but for a shift and a factor. Scores are
+    divided by their deviation if they are scaled, and the KL penalty is not.
     """
     _, x = moved_rollouts(trainer)
     trainer.moments, std = type(trainer.moments)(), masked_sum(x.scores, x.sequences.response_mask, dim=1).std()
     scale = 1.0 if trainer.method.scale_reward == "none" else float(std)
-    gamma, lam, beta, mask = trainer.method.gamma, trainer.method.lam, trainer.kl.coef, x.sequences.response_mask
-    found, due = trainer.prepare_experience(x).returns[mask], list[float]()
+    gamma, beta, mask = trainer.method.gamma, trainer.kl.coef, x.sequences.response_mask
+    batch, due, gains = trainer.prepare_experience(x), list[float](), list[float]()
     for row, keep in enumerate(mask):
         names = (x.scores / scale - beta * (x.logprobs - x.ref_logprobs), x.values)
         rewards, values = (each[row][keep].tolist() for each in names)
-        after = [*values[1:], 0.0]
-        deltas = [r + gamma * v - own for r, v, own in zip(rewards, after, values, strict=True)]
+        after, alpha, lam = [*values[1:], 0.0], trainer.method.lam_length, trainer.method.lam
+        own = lam if alpha is None else max(1 - 1 / (alpha * len(values)), 0.0)
+        deltas = [r + gamma * v - here for r, v, here in zip(rewards, after, values, strict=True)]
         for t in range(len(deltas)):
             due.append(values[t] + sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, len(deltas))))
-    wanted = torch.tensor(due).to(found)
-    return 1 + float((found - wanted).abs().max() / wanted.abs().max())
+            gains.append(sum((gamma * own) ** (k - t) * deltas[k] for k in range(t, len(deltas))))
+    found, wanted = batch.returns[mask], torch.tensor(due).to(batch.returns)
+    error = float((found - wanted).abs().max() / wanted.abs().max())
+    likeness = torch.corrcoef(torch.stack([batch.advantages[mask].double().cpu(), torch.tensor(gains).double()]))[0, 1]
+    return error + float(likeness)
 
 
 @torch.no_grad()
@@ -136,8 +141,9 @@ def returns_of(*, terminated: bool) -> Callable[[Any], float]:
 EFFECTS: dict[str, Effect | list[Effect]] = {
     # twelve steps, two of them in a pass
     "ppo_epochs": Effect("collections", equals={1: 6, 2: 3, 3: 2}),
-    "gamma": Effect(returns_by_their_sum, equals={0.5: 1.0, 1.0: 1.0}),
-    "lam": Effect(returns_by_their_sum, equals={0.0: 1.0, 0.5: 1.0, 1.0: 1.0}, under={"method.gamma": 0.9}),
+    "gamma": Effect(estimates_by_their_sums, equals={0.5: 1.0, 1.0: 1.0}),
+    "lam": Effect(estimates_by_their_sums, equals={0.0: 1.0, 0.5: 1.0, 1.0: 1.0}, under={"method.gamma": 0.9}),
+    "lam_length": Effect(estimates_by_their_sums, equals={None: 1.0, 0.2: 1.0, 0.5: 1.0, 3.0: 1.0}),
     "cliprange": Effect(loss_by_its_formula, equals={0.01: 1.0, 0.2: 1.0}),
     "cliprange_value": [
         Effect(loss_by_its_formula, equals={1e-3: 1.0, 0.1: 1.0, 10.0: 1.0}),
@@ -153,7 +159,7 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     ],
     "init_kl_coef": [
         Effect("divergence", falls=(0.01, 1.0)),
-        Effect(returns_by_their_sum, equals={0.0: 1.0, 0.5: 1.0}),
+        Effect(estimates_by_their_sums, equals={0.0: 1.0, 0.5: 1.0}),
     ],
     # β (1 ± 0.2 · 16 / horizon) after each of five collections; the KL of the first one is 0
     "target": [
@@ -173,7 +179,7 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
         Effect("size of returns", falls=("none", "running")),
         Effect("size of returns", falls=("none", "ref")),
         Effect(first_of_three, equals={"none": 2.0, "running": 1.0, "ref": 1.0}),
-        Effect(returns_by_their_sum, equals={"none": 1.0, "running": 1.0}, under={"method.init_kl_coef": 0.5}),
+        Effect(estimates_by_their_sums, equals={"none": 1.0, "running": 1.0}, under={"method.init_kl_coef": 0.5}),
     ],
     "cliprange_reward": Effect(largest_score, equals={0.1: 0.1, 2.0: 2.0, None: 5.0}),
     "missing_eos_penalty": [

@@ -200,6 +200,9 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
         """
         x, mask, method = experience, experience.sequences.response_mask, self.method
         advantages, returns = gae(x.values, rewards, mask, gamma=method.gamma, lam=method.lam, bootstrap=x.bootstrap)
+        if method.lam_length is not None:
+            lam = (1 - 1 / (method.lam_length * mask.sum(1))).clamp(min=0)
+            advantages, _ = gae(x.values, rewards, mask, gamma=method.gamma, lam=lam, bootstrap=x.bootstrap)
         advantages = whiten(advantages, mask, reduce=self.reduce) * x.weights
         return advantages, returns
 

@@ -466,8 +466,10 @@ from pathlib import Path
 from threading import Thread
 import torch
 from trainkit.testing.trainers import tiny_trainer
+address = sys.argv[1] if sys.argv[1:] else None
 for engine, sharding in (("local", "none"), ("ray", "none"), ("ray", "fsdp2")):
-    changes = {"rollout__engine": engine, "train__total_steps": 4, "optimizer__lr": 0.01}
+    entry = {"name": "ray", "address": address} if engine == "ray" else engine
+    changes = {"rollout__engine": entry, "train__total_steps": 4, "optimizer__lr": 0.01}
     changes["optimizer__kwargs"] = {"eps": 1e-4}  # weights that cannot change the loss would move by the rounding of 0
     if sharding == "fsdp2":
         changes["rollout__staleness"] = 1
@@ -476,6 +478,11 @@ for engine, sharding in (("local", "none"), ("ray", "none"), ("ray", "fsdp2")):
     if sharding == "none" and trainer.accelerator.is_main_process:
         torch.save(trainer.unwrapped.state_dict(), f"{engine}.pt")
     if engine == "ray":
+        trainer.generate(["a", "b"])
+        held = trainer.parallel.gather([trainer.sampling.engine.loaded.hex()])
+        models = trainer.parallel.gather([trainer.sampling.engine._packed.hex()])
+        assert address is None or len({*held}) == len({*models}) == 1, "stored once for the machine"
+        trainer.accelerator.wait_for_everyone()
         trainer.sampling.engine.close()
     if sharding == "fsdp2":
         changes["rollout__engine"] = "local"
@@ -489,20 +496,31 @@ torch.distributed.destroy_process_group()
 
 
 @pytest.mark.engines
-def test_each_of_two_processes_has_actors_of_its_own(tmp_path: Path) -> None:
-    """Also if they divide the model: actors keep copies of the weights, which the processes release."""
+@pytest.mark.parametrize("joins", [False, True])
+def test_each_of_two_processes_has_actors_of_its_own(joins: bool, tmp_path: Path) -> None:
+    """Also if they divide the model: actors keep copies of the weights, which the processes release.
+
+    In a cluster that they join, one process stores the model and its weights for the actors of both.
+    """
+    head = start(HEAD, cwd=tmp_path) if joins else None
+    address = [] if head is None or head.stdout is None else [head.stdout.readline().strip()]
     (tmp_path / "script.py").write_text(TORCHRUN)
     port = random.Random(os.getpid()).randrange(20000, 30000)
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}", "script.py"]
-    done = subprocess.run(
-        [sys.executable, *launcher],
-        cwd=tmp_path,
-        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}", "script.py", *address]
+    try:
+        done = subprocess.run(
+            [sys.executable, *launcher],
+            cwd=tmp_path,
+            env={**os.environ, "ACCELERATE_USE_CPU": "true", **({"RAY_AUTH_MODE": "token"} if joins else {})},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+    finally:
+        if head is not None:
+            head.kill()
+            head.communicate()
     assert done.returncode == 0, done.stderr[-3000:]
     one, other = (torch.load(tmp_path / f"{engine}.pt") for engine in ("local", "ray"))
     assert [key for key in one if not one[key].equal(other[key])] == []

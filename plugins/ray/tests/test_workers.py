@@ -197,6 +197,23 @@ def test_episodes_of_a_worker_that_is_killed_are_played_again(tmp_path: Path) ->
     assert len([*flag.iterdir()]) == 1
 
 
+@pytest.mark.engines
+def test_episodes_of_workers_are_branched_as_those_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainkit.plugins import get_trainer
+
+    monkeypatch.setattr(get_trainer("rloo"), "forks", True)
+    found = []
+    for place, environment in (("here", Letters), ("there", remote_environment(Letters, workers=2))):
+        trainer = tiny_trainer(
+            "rloo", tmp_path / place, arguments={"environment": environment, "reward_fn": None}, rollout__num_rollouts=8
+        )
+        trainer.models.build()
+        episodes = trainer.sample(trainer.pipeline.take(0, 4))
+        found.append([part.turns for part in (episodes, *(trainer.branch(episodes, [0, 1, 1, 0]) for _ in range(2)))])
+    assert found[0] == found[1]
+    assert found[0][1] != found[0][2]
+
+
 class Broken(Letters):
     def step(self, output: str) -> Turn:
         raise LookupError("no such page")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import logging
+import secrets
 import socket
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -25,6 +26,9 @@ from trainkit_ray.workers import remote_environment, remote_reward
 __all__ = ["RayConfig", "RayEngine", "remote_environment", "remote_reward"]
 
 log = logging.getLogger(__name__)
+
+BOARDS = "trainkit"
+"""The namespace of Ray in which processes of a run find the same actor."""
 
 
 class RayConfig(PluginConfig):
@@ -72,7 +76,7 @@ class RayConfig(PluginConfig):
 class RayEngine(Engine):
     """Samples in actors of Ray, each with a `trainkit.rollouts.Replica` of the model."""
 
-    abilities = frozenset(("encoder_decoder", "logit_mask"))
+    abilities = frozenset(("encoder_decoder", "images", "logit_mask"))
     exact = True
     config: RayConfig
 
@@ -83,6 +87,8 @@ class RayEngine(Engine):
         self.closed = False
         self.loaded: Any = None
         """Reference to the weights of the last `load`, in Ray's store of objects."""
+        self.behind = False
+        """Whether another process of this machine has stored newer ones."""
         self._restarting, self._choosing = Lock(), Lock()
         try:
             cluster.enter(config.address)
@@ -92,6 +98,9 @@ class RayEngine(Engine):
             token = "" if config.address is None else "; if the cluster asks for a token, set RAY_AUTH_MODE=token"
             raise self._error(f"cannot be reached or started: {_said(error)}{token}") from error
         self.seats: list[Seat] = []
+        self.board: Any = None
+        """The actor that has the references for all processes of this machine; None: there is one process."""
+        self.address = served.address
         try:
             self._start_all()
         except BaseException:
@@ -106,8 +115,9 @@ class RayEngine(Engine):
     @classmethod
     def of(cls, config: PluginConfig | None) -> type[Engine]:
         """Return a class that can do what the engine in the actors can do."""
-        inner = getattr(config, "engine", "local")
-        return cls if inner == "local" else _holding(cls, engine_class(inner))
+        inner, address = getattr(config, "engine", "local"), getattr(config, "address", None)
+        held = None if inner == "local" else engine_class(inner)
+        return cls if held is None and address is None else _variant(cls, held, address is not None)
 
     @classmethod
     def check(cls, config: PluginConfig | None, processes: int) -> None:  # noqa: ARG003
@@ -127,8 +137,16 @@ class RayEngine(Engine):
 
         from trainkit_ray.generator import packed
 
+        if self.served.address is not None:  # they may not be stored yet, but are before the next request
+            self.behind = True
+            return
         tensors = {name: packed(tensor) for name, tensor in self.served.fitting(weights).items()}
         self.loaded = ray.put((weights.version, tensors))
+        if self.board is not None:
+            ray.get(self.board.put.remote("weights", [self.loaded]))
+        self._load_all()
+
+    def _load_all(self) -> None:
         sent = [(seat, seat.actor, seat.actor.load.remote(self.loaded)) for seat in self.seats]
         for seat, actor, done in sent:
             self._finish(seat, actor, done, lambda actor: actor.load.remote(self.loaded))
@@ -136,6 +154,9 @@ class RayEngine(Engine):
     def submit(self, request: Request) -> Future[Generated]:
         """Give the request to the actor with the fewest requests under way."""
         future: Future[Generated] = Future()
+        if self.behind:
+            self.loaded, self.behind = self._on_board("weights"), False
+            self._load_all()
         with self._choosing:
             seat = min(self.seats, key=lambda seat: (seat.waiting, seat.turns))
             seat.waiting, seat.turns = seat.waiting + 1, seat.turns + 1
@@ -147,7 +168,8 @@ class RayEngine(Engine):
         if self.closed:
             return
         self.closed = True
-        cluster.leave([seat.actor for seat in self.seats])
+        own = [self.board] if self.board is not None and self.served.address is None else []
+        cluster.leave([*(seat.actor for seat in self.seats), *own])
 
     # ----------------------------------------------------------------------------------------------------- answering
 
@@ -190,13 +212,31 @@ class RayEngine(Engine):
     def _start_all(self) -> None:
         import ray
 
-        buffer = io.BytesIO()
-        torch.save(self.served, buffer, pickle_module=ray.cloudpickle)  # also classes of a script
-        self._packed = ray.put(buffer.getvalue())
+        from trainkit_ray.generator import Board
+
+        if self.address is not None:
+            self.board = ray.get_actor(self.address, BOARDS)
+            self._packed = self._on_board("model")
+        else:
+            buffer = io.BytesIO()
+            torch.save(self.served, buffer, pickle_module=ray.cloudpickle)  # also classes of a script
+            self._packed = ray.put(buffer.getvalue())
+            if self.shared and self.served.processes > 1:
+                self.address = secrets.token_hex(8)
+                options = {"name": self.address, "namespace": BOARDS, "num_cpus": 0}
+                self.board = ray.remote(Board).options(**options).remote()
+                ray.get(self.board.put.remote("model", [self._packed]))
         started = [self._begin() for _ in range(self.config.actors)]
         for index, actor in enumerate(started, 1):
             self.seats.append(Seat(index, actor))
             self._await_start(self.seats[-1], actor)
+
+    def _on_board(self, key: str) -> Any:
+        """Return a reference that the process which this one joins has stored."""
+        import ray
+
+        [reference] = ray.get(self.board.get.remote(key))
+        return reference
 
     def _begin(self) -> Any:
         """Start an actor, and return it at once."""
@@ -257,8 +297,13 @@ class RayEngine(Engine):
 
 
 @cache
-def _holding(outer: type[RayEngine], inner: type[Engine]) -> type[Engine]:
-    return type(outer.__name__, (outer,), {"abilities": inner.abilities, "exact": False})
+def _variant(outer: type[RayEngine], inner: type[Engine] | None, shared: bool) -> type[Engine]:
+    """Return the engine with what ``inner`` can do; ``shared``: processes of a machine store their weights once.
+
+    A cluster that a process has started ends with it, so that others do not use it.
+    """
+    held = {} if inner is None else {"abilities": inner.abilities, "exact": False}
+    return type(outer.__name__, (outer,), {**held, **({"shared": "machine"} if shared else {})})
 
 
 class Seat:

@@ -21,6 +21,24 @@ has no bfloat16."""
 NUMBERS = ("logprobs", "entropy", "hidden")
 
 
+class Board:
+    """References to what one process has stored in Ray, for the others of its machine.
+
+    They are in lists, because Ray replaces a reference by what it refers to.
+    """
+
+    def __init__(self) -> None:
+        self.held: dict[str, list[Any]] = {}
+
+    def put(self, key: str, references: list[Any]) -> None:
+        """Keep references under ``key``."""
+        self.held[key] = references
+
+    def get(self, key: str) -> list[Any]:
+        """Return what is kept under ``key``."""
+        return self.held[key]
+
+
 class Generator:
     """Samples with a copy of the model.
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from trainkit.errors import ConfigError, EngineError
 from trainkit.models import use_fast_exact_matmul
-from trainkit.rollouts import Environment, EnvironmentMaker, RewardFn, Turn, check_maker, name_of
+from trainkit.rollouts import Environment, EnvironmentMaker, RewardFn, Turn, check_maker, forked, name_of
 from trainkit_ray.cluster import check_address, check_installed, enter, leave
 
 
@@ -297,6 +297,13 @@ class RemoteEpisode:
         turn: Turn = self._call("step", self.outputs)
         return turn
 
+    def fork(self) -> RemoteEpisode:
+        """Return a copy of the episode, with a copy of its environment in the worker."""
+        made = RemoteEpisode(self.pool, self.worker, self.row, self.over)
+        made.outputs = [*self.outputs]
+        self._call("fork", self.outputs, made.key)
+        return made
+
     def _call(self, method: str, *arguments: Any) -> Any:
         over = [self.over.pop() for _ in range(len(self.over))]
         actor = self.pool.actors[self.worker]
@@ -326,16 +333,24 @@ class Host(Worker):
 
     def step(self, over: list[str], key: str, row: dict[str, Any], outputs: list[str]) -> Any:
         """Return the answer to the last of ``outputs``; give the others first, if the episode is not known here."""
-        if self.episodes.get(key, (None, -1))[1] != len(outputs) - 1:
-            self.reset(over, key, row)
-            for earlier in outputs[:-1]:
-                self._value(self.episodes[key][0].step(earlier))
-        made, _ = self.episodes[key]
+        made = self._after(over, key, row, outputs[:-1])
         self.episodes[key] = (made, len(outputs))
         turn = self._value(made.step(outputs[-1]))
         if getattr(turn, "done", False):
             del self.episodes[key]
         return turn
+
+    def fork(self, over: list[str], key: str, row: dict[str, Any], outputs: list[str], copied: str) -> None:
+        """Copy the environment of an episode that has got ``outputs``; the copy is that of the episode ``copied``."""
+        self.episodes[copied] = (self._value(forked(self._after(over, key, row, outputs))), len(outputs))
+
+    def _after(self, over: list[str], key: str, row: dict[str, Any], outputs: list[str]) -> Environment:
+        """Return the environment of an episode that has got ``outputs``; give them first, if it is not known here."""
+        if self.episodes.get(key, (None, -1))[1] != len(outputs):
+            self.reset(over, key, row)
+            for earlier in outputs:
+                self._value(self.episodes[key][0].step(earlier))
+        return self.episodes[key][0]
 
     def _value(self, found: Any) -> Any:
         """Return what a method has returned, or what its coroutine returns."""

@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 
 from tables import table
 from trainkit.cli import app
+from trainkit.errors import ConfigError, DataError
+from trainkit_report.groups import runs_at
 from trainkit_report.watch import ROWS, Search, Server, Watch, colour
 from written import EVIL, Page, write_run
 
@@ -166,7 +168,7 @@ def half_written(run: Path) -> None:
     "make, query, says",
     [
         (foreign, {}, "names no method"),
-        (of_another_version, {}, "the files of the run have something that this page does not know"),
+        (of_another_version, {}, "has a start without a step; another version made the run"),
         (half_written, {}, "Curves"),
         (lambda run: (run / "metrics.jsonl").write_text("nonsense\n"), {}, "metrics.jsonl, line 1: not a JSON object"),
         (lambda run: (run / "metrics.jsonl").unlink(), {}, "no metrics have been recorded"),
@@ -207,3 +209,17 @@ def test_a_port_in_use_is_a_sentence(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert f"port {port} cannot be used" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_run_that_cannot_be_read_hides_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("a", "b", "c"):
+        write_run(tmp_path / name)
+    (tmp_path / "b/starts.jsonl").write_text('{"time": "now", "version": 9}\n')
+    (tmp_path / "c/starts.jsonl").write_text("nonsense\nand more\n")
+    assert [run.path.name for run in runs_at([tmp_path])] == ["a"]
+    assert "starts.jsonl' has a start without a step; another version made the run" in caplog.text
+    assert caplog.text.count("is left out: ") == 2
+    with pytest.raises(DataError, match="another version made the run"):
+        runs_at([tmp_path / "b"])
+    with pytest.raises(ConfigError, match="port 99999 cannot be used"):
+        Server([tmp_path], port=99999)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -12,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.config import differences
-from trainkit.errors import DataError
+from trainkit.errors import DataError, TrainkitError
 from trainkit.runs.record import Record, find_runs
 from trainkit_report.lines import Line, line_over_steps, mean
+
+log = logging.getLogger(__name__)
 
 NOT_COMPARED = ("train.seed", "train.run_dir", "train.resume", "train.trackers")
 """Settings that runs of one group may differ in."""
@@ -86,7 +89,7 @@ def runs_at(places: Iterable[Path]) -> list[Record]:
 
     Raises:
         DataError: there is none, or it has recorded no metrics yet.
-        ConfigError, DataError: a run cannot be read.
+        ConfigError, DataError: no run can be read. Others than those that can are left out, with a warning.
     """
     found: dict[Path, Record] = {}
     for place in places:
@@ -99,8 +102,16 @@ def runs_at(places: Iterable[Path]) -> list[Record]:
         if not runs:
             raise DataError(f"{str(place)!r} is no run and holds none; the directory of a run has a config.yaml")
         found |= {run.path.resolve(): run for run in runs}
-    for run in found.values():
-        run.checked()
+    faults: dict[Path, TrainkitError] = {}
+    for path, run in found.items():
+        try:
+            run.checked()
+        except TrainkitError as error:
+            faults[path] = error
+    if faults and len(faults) == len(found):
+        raise next(iter(faults.values()))
+    for path, fault in faults.items():
+        log.warning("the run %s is left out: %s", found.pop(path).path, fault)
     if not any(run.series for run in found.values()):
         names = ", ".join(str(run.path) for run in found.values())
         raise DataError(f"no metrics have been recorded in {names}; a run records them from its first step on")

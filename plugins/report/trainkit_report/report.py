@@ -6,7 +6,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, TypeGuard
@@ -288,6 +288,7 @@ def _samples(group: Group, most: int, characters: int) -> dict[str, Any]:
     rows = [
         {
             "prompt": shown(sample.get("prompt", ""), characters),
+            "images": thumbnails(sample),
             "before": changed(_text(was, characters), _text(sample, characters), "del") if was else None,
             "after": changed(_text(was, characters), _text(sample, characters), "ins")
             if was
@@ -302,6 +303,7 @@ def _samples(group: Group, most: int, characters: int) -> dict[str, Any]:
     rollouts = [
         {
             "prompt": shown(each.get("prompt", ""), characters),
+            "images": thumbnails(each),
             "output": _text(each, characters),
             "measures": measures(each),
         }
@@ -365,6 +367,14 @@ def shown(value: Any, characters: int = 300) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     text = "\n".join(map(printable, text.split("\n")))
     return text if len(text) <= characters else f"{text[:characters]}… ({len(text) - characters} more characters)"
+
+
+def thumbnails(sample: Mapping[str, Any]) -> list[str]:
+    """Return the images of a prompt, as the run has recorded them; none that is not small."""
+    columns = sample.get("columns")
+    images = columns.get("images") if isinstance(columns, Mapping) else None
+    some = [image for image in images if isinstance(image, str)] if isinstance(images, list) else []
+    return [image for image in some if len(image) <= 20_000 and re.fullmatch(r"data:image/jpeg;base64,[\w+/=]+", image)]
 
 
 def changed(before: str, after: str, mark: str) -> Markup:

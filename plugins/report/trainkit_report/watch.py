@@ -28,7 +28,7 @@ from trainkit.runs.lock import NAME, is_held
 from trainkit.runs.record import Record, find_runs, lines_of
 from trainkit_report.groups import name_of, runs_at
 from trainkit_report.page import TEMPLATES, render
-from trainkit_report.report import is_number, measures, report, shown
+from trainkit_report.report import is_number, measures, report, shown, thumbnails
 
 log = logging.getLogger(__name__)
 
@@ -154,6 +154,7 @@ class Watch:
                     "step": row.get("step"),
                     "kind": row.get("kind"),
                     "prompt": shown(row.get("prompt", ""), CHARACTERS),
+                    "images": thumbnails(row),
                     "output": shown(row.get("output", ""), CHARACTERS),
                     "measures": measures(row),
                     "link": "?" + urlencode({**kept, "open": row["key"]}) + "#response" if "tokens" in row else "",
@@ -189,6 +190,7 @@ class Watch:
             "run": run,
             "step": row.get("step"),
             "prompt": shown(row.get("prompt", ""), 20_000),
+            "images": thumbnails(row),
             "measures": measures(row),
             **tokens_of(row),
         }
@@ -310,10 +312,9 @@ class Server(ThreadingHTTPServer):
         self.watch = Watch(places)
         try:
             super().__init__((ADDRESS, port), _Handler)
-        except OSError as error:
-            raise ConfigError(
-                f"port {port} cannot be used ({error.strerror}); name another one by --port, or 0 for a free one"
-            ) from error
+        except (OSError, OverflowError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise ConfigError(f"port {port} cannot be used ({why}); give another one, or 0 for a free one") from error
 
     @property
     def port(self) -> int:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from trainkit import AccelerateRLTrainer, Rollouts, Row, Sequences, TokenBatch, register_trainer
+from trainkit.data import Images
 from trainkit.functional import nll, per_response
 from trainkit.metrics import Mean, Metrics, Std
+from trainkit.models import different_prompts
 from trainkit.rollouts import assemble
 from trainkit.seeding import PLACE
 from trainkit_rft.config import RFTConfig
@@ -54,6 +57,34 @@ def written(sequences: Sequences) -> list[list[int]]:
     return [ids[keep].tolist() for ids, keep in zip(signed, after, strict=True)]
 
 
+@dataclass(frozen=True)
+class Picture:
+    """What a model reads of the images of a prompt."""
+
+    name: str
+    """A hash of it; empty without images."""
+    inputs: dict[str, Tensor]
+
+
+def pictures(sequences: Sequences) -> list[Picture]:
+    """Return what the model reads of the images of each prompt; prompts with the same have the same object."""
+    if sequences.images is None:
+        return [Picture("", {})] * len(sequences)
+    images, found = sequences.images.to(torch.device("cpu")), {-1: Picture("", {})}
+    for row, of in enumerate(images.of.tolist()):
+        if of not in found:
+            inputs = images.take(torch.tensor([row])).inputs
+            content = b"".join(each[each != 0].numpy().tobytes() for each in inputs.values())  # without padding
+            found[of] = Picture(sha256(content).hexdigest(), inputs)
+    return [found[of] for of in images.of.tolist()]
+
+
+def ids_of(prompt: str) -> list[int]:
+    """Return the token ids of a prompt as it is named in pools."""
+    ids: list[int] = json.loads(prompt[: prompt.index("]") + 1])
+    return ids
+
+
 def place(row: Row) -> int:
     """Return a row's position in the stream of prompts; 0 for one that is not of the stream."""
     return row[PLACE].position if PLACE in row else 0
@@ -72,7 +103,7 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
     group = "rft_k"
     rows_vary = True
     remembers: ClassVar[dict[str, Any]] = {"visits": dict, "pools": dict}
-    visits: dict[str, int]  # by prompt (its token ids as text); a visit is a step of the prompt's schedule
+    visits: dict[str, int]  # by prompt (its token ids and a hash of its images); a visit is a step of its schedule
     pools: dict[str, dict[str, float]]  # scores by response, latest last; the same on all processes
 
     @property
@@ -100,12 +131,13 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
         return assemble(
             self.tokenizer,
             rows,
-            [self.text.encode(row["prompt"]) for row in rows],
+            self.text.queries(rows),
             [[] for _ in rows],
             terminated=torch.zeros(len(rows), dtype=torch.bool, device=self.accelerator.device),
             logprobs=None,
             stops=[],
             skip_special_tokens=True,
+            images=self.text.images(rows),
         )
 
     def experience(self, rollouts: Rollouts, scores: Tensor) -> RFTRows:
@@ -116,8 +148,11 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
     def prepare_experience(self, experience: RFTRows) -> Sequences:
         """Add new responses to the pools, and return this process's share of those that reach the thresholds [B, T]."""
         x = experience
-        ids = [str(query.tolist()) for query in x.sequences.queries], [str(part) for part in written(x.sequences)]
-        found = self.gather(list(zip(x.positions.tolist(), *ids, x.scores.tolist(), strict=True)))
+        seen = pictures(x.sequences)
+        prompts = [f"{query.tolist()}{each.name}" for query, each in zip(x.sequences.queries, seen, strict=True)]
+        answers = [str(part) for part in written(x.sequences)]
+        found = self.gather(list(zip(x.positions.tolist(), prompts, answers, x.scores.tolist(), strict=True)))
+        shown = dict(self.gather([*{name: each.inputs for name, each in zip(prompts, seen, strict=True)}.items()]))
         found.sort(key=lambda item: item[0])  # an order that does not depend on the number of processes
         for _, query, response, score in found:
             if response != "[]":
@@ -127,11 +162,13 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
         kept = self.improve(pooled) if pooled else []  # a prompt of which every response was dropped has no pool
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         mine = share(kept, rank, world, self.config.train.batch_size) if kept else []
-        queries, responses = [json.loads(query) for query, _ in mine], [json.loads(response) for _, response in mine]
-        return Sequences.from_rows(
+        queries, responses = [ids_of(prompt) for prompt, _ in mine], [json.loads(response) for _, response in mine]
+        images = Images.of_rows([shown[prompt] for prompt, _ in mine])
+        rows = Sequences.from_rows(
             [query + [max(i, ~i) for i in response] for query, response in zip(queries, responses, strict=True)],
             [[False] * len(q) + [i >= 0 for i in response] for q, response in zip(queries, responses, strict=True)],
         )
+        return replace(rows, images=images)
 
     def improve(self, queries: list[str]) -> list[tuple[str, str]]:
         """Visit the prompts, and return the (prompt, response) pairs of their pools that reach the thresholds."""
@@ -147,7 +184,7 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
 
     def prepare_step(self, batch: Sequences) -> Sequences:
         """Return the rows of a step, those of a prompt beside each other, so that micro-batches can share prompts."""
-        _, prompt = torch.unique(batch.prompt_ids, dim=0, return_inverse=True)
+        _, prompt = different_prompts(batch)
         return batch.take(prompt.argsort(stable=True))
 
     def loss(self, batch: Sequences) -> tuple[Tensor, Metrics]:

@@ -288,6 +288,12 @@ def test_encoder_decoders_are_told_what_they_cannot_do(changes: dict[str, Any], 
         trainer.learn()
 
 
+def test_noise_on_joined_rows_is_refused(tmp_path: Path) -> None:
+    trainer = tiny_trainer("sft", tmp_path, method__neftune_alpha=5.0, train__padding_free=True)
+    with pytest.raises(ConfigError, match=re.escape("the noise of method.neftune_alpha needs whole rows")):
+        trainer.learn()
+
+
 def test_packing_without_a_length_is_refused(tmp_path: Path) -> None:
     trainer = run(tmp_path)
     trainer.text.limit = None

@@ -26,6 +26,7 @@ def difference_of_two_losses(trainer: Any) -> float:
 def noise_of_the_embeddings(trainer: Any) -> torch.Tensor:
     """Return what is added to the input of the first layer at real tokens in training, with a fixed seed. -> [N, D]."""
     batch, seen = trainer.store.experience.to(trainer.accelerator.device), list[torch.Tensor]()
+    trainer.unwrapped.joins_rows = False  # as with noise
     handle = trainer.unwrapped.model.transformer.h[0].register_forward_pre_hook(lambda _, given: seen.append(given[0]))
     with torch.random.fork_rng():
         for training in (False, True):

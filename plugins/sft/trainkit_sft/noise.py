@@ -18,7 +18,8 @@ def embedding_noise(policy: Policy, alpha: float) -> Iterator[None]:
 
     NEFTune: Jain et al. 2023, algorithm 1. The noise is added within the context, and in training mode only. It is
     sampled for each forward pass from the global generator, as dropout is, so it depends on how a batch is divided
-    into micro-batches. Each packed sample has its own L.
+    into micro-batches. Each packed sample has its own L. Within the context rows are padded: joined ones lack their
+    last tokens, and so L.
 
     Args:
         policy: the policy whose input embeddings get the noise.
@@ -42,11 +43,12 @@ def embedding_noise(policy: Policy, alpha: float) -> Iterator[None]:
         model.base_model.register_forward_pre_hook(enter, with_kwargs=True),
         model.get_input_embeddings().register_forward_hook(add),
     ]
-    needed_mask, policy.needs_mask = policy.needs_mask, True  # which tells padding from tokens
+    before = policy.needs_mask, policy.joins_rows
+    policy.needs_mask, policy.joins_rows = True, False  # the mask tells padding from tokens
     try:
         yield
     finally:
-        policy.needs_mask = needed_mask
+        policy.needs_mask, policy.joins_rows = before
         for handle in handles:
             handle.remove()
 

@@ -41,6 +41,10 @@ class SFTTrainer(AccelerateRLTrainer[SFTConfig]):
                     f"method.{name} is for decoder-only models; {type(model).__name__} is an encoder-decoder. Remove "
                     f"method.{name}"
                 )
+        if config.method.neftune_alpha and config.train.padding_free:
+            raise ConfigError(
+                "train.padding_free is true, and the noise of method.neftune_alpha needs whole rows; remove one of them"
+            )
         return make_policy(model)
 
     def arrange(self, rows: list[Row]) -> list[Row]:

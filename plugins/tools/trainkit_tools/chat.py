@@ -22,6 +22,7 @@ Ask = Callable[..., str]
 """Gets a conversation and ``tell``, and returns the answer."""
 COMMANDS = {
     "/again": "another answer to the last message",
+    "/image PATH": "put an image into the next message",
     "/reset": "forget the conversation",
     "/system TEXT": "begin a new conversation with this system prompt; without TEXT, with none",
     "/help": "list the commands",
@@ -128,6 +129,10 @@ def _command(line: str, chats: list[Conversation]) -> bool:
         for each in chats:
             each.begin(each.system if name == "/reset" else rest.strip())
         tell("a new conversation begins")
+    elif name == "/image":
+        for each in chats:
+            each.show(rest.strip())
+        tell("the next message has the image")
     else:
         known = [command.split()[0] for command in COMMANDS]
         raise ConfigError(f"there is no command {name!r}{suggest(name, known)}; known are {', '.join(known)}")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from trainkit.data import PromptEncoder, written_prompts
+from trainkit.data import Images, PromptEncoder, written_prompts
+from trainkit.data.images import READERS, expanded
 from trainkit.errors import ConfigError, DataError
 from trainkit.rollouts import cut_at_stop, decode
 from trainkit.seeding import derive_seed
@@ -31,7 +32,7 @@ class Conversation:
         self.tried, self.turn = tried, 0
         self.dropped = 0
         """Messages that the last answer did not read, because the context had no room for them."""
-        self.messages: list[dict[str, str]] = []
+        self.messages: list[dict[str, Any]] = []
         self.begin(system)
 
     @property
@@ -47,7 +48,22 @@ class Conversation:
                 "prompt; write it at the beginning of the text"
             )
         self.system, self.messages = system or None, []
-        self.last: str | None = None
+        self.shown: list[Any] = []
+        """The images of the next message."""
+        self.last: Any = None
+        """The content of the last message."""
+
+    def show(self, path: str) -> None:
+        """Put an image into the next message.
+
+        Raises:
+            ConfigError: the model reads none.
+            DataError: it cannot be read.
+        """
+        reader = READERS.get(self.tried.trainer.tokenizer)
+        if reader is None:
+            raise ConfigError(f"{self.tried.source.model!r} reads no images; write text, or give a model that does")
+        self.shown.append(reader.open(path, "the image"))
 
     def again(self, tell: Callable[[str], None]) -> str:
         """Return another answer to the last message, which is remembered instead of the first.
@@ -60,8 +76,10 @@ class Conversation:
         del self.messages[-2:]
         return self.answer(self.last, tell)
 
-    def answer(self, message: str, tell: Callable[[str], None]) -> str:
+    def answer(self, message: Any, tell: Callable[[str], None]) -> str:
         """Return the answer to a message, which is remembered; ``tell`` gets its text, piece after piece.
+
+        The message is its content: text, to which images are added that are to be shown, or parts.
 
         If ``tell`` or the sampler is interrupted (KeyboardInterrupt), the answer is what has been told.
 
@@ -69,16 +87,19 @@ class Conversation:
             DataError: the message has no tokens, or too many for the context; it is not remembered.
         """
         trainer, settings = self.tried.trainer, self.tried.settings
+        if self.shown:
+            parts = [{"type": "image", "image": image} for image in self.shown]
+            message = [*parts, {"type": "text", "text": message}]
         messages = [*self.messages, {"role": "user", "content": message}]
-        query = self._fitting(messages, settings.max_new_tokens)
-        self.last = message
+        query, images = self._fitting(messages, settings.max_new_tokens)
+        self.last, self.shown = message, []
         told = _Told(trainer.tokenizer, settings.stop_sequences, trainer.config.rollout.skip_special_tokens, tell)
         seed, self.turn = derive_seed(trainer.config.train.seed, "chat", self.turn), self.turn + 1
         sampler: Any = trainer.core_sampler()
         trainer.unwrapped.eval()
         try:
             with trainer.accelerator.autocast():
-                sampler.generate([query], settings, [seed], watch=lambda _, tokens: told.add(tokens.tolist()))
+                sampler.generate([query], settings, [seed], watch=lambda _, new: told.add(new.tolist()), **images)
             told.end()
         except KeyboardInterrupt:
             pass  # the answer is what has been told
@@ -86,27 +107,29 @@ class Conversation:
             self.messages = [*messages, {"role": "assistant", "content": told.text}]
         return told.text
 
-    def _fitting(self, messages: list[dict[str, str]], room: int) -> list[int]:
-        """Return the tokens of the newest messages that leave room for an answer; forget the others."""
+    def _fitting(self, messages: list[dict[str, Any]], room: int) -> tuple[list[int], dict[str, Images]]:
+        """Return the tokens and images of the newest messages that leave room for an answer; forget the others."""
         self.dropped = 0
         while True:
-            query = self._encode(messages)
+            query, images = self._encode(messages)
             if self.tried.trainer.text.fits(len(query), room):
-                return query
+                return query, images
             if len(messages) < 3:
                 what, limit = self.tried.trainer.text.what_fits, len(query)
                 raise DataError(f"the message has {limit} tokens, and the answer may have {room}; {what}. {SHORTER}")
             del messages[:2]
             self.dropped += 2
 
-    def _encode(self, messages: list[dict[str, str]]) -> list[int]:
-        trainer = self.tried.trainer
-        prompt: Any = messages[-1]["content"]
+    def _encode(self, messages: list[dict[str, Any]]) -> tuple[list[int], dict[str, Images]]:
+        trainer, row = self.tried.trainer, {"prompt": messages[-1]["content"]}
         if self.has_template:
             first = [] if self.system is None else [{"role": "system", "content": self.system}]
             [row] = written_prompts([{"prompt": [*first, *messages]}], trainer.tokenizer)
-            prompt = row["prompt"]
-        return PromptEncoder(trainer.tokenizer, None, ends=trainer.text.is_encoder_decoder)(prompt, "the message")
+        images, device = trainer.text.images([row]), trainer.accelerator.device
+        if trainer.text.reads_images:
+            row, _ = expanded(trainer.tokenizer, row, "the message")
+        encode = PromptEncoder(trainer.tokenizer, None, ends=trainer.text.is_encoder_decoder)
+        return encode(row["prompt"], "the message"), {} if images is None else {"images": images.to(device)}
 
 
 class _Told:

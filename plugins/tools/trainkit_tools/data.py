@@ -48,6 +48,7 @@ MEANINGS = {
 NOTES = {
     "repeated prompt": "with the prompt of a row before and another output",
     "no prompt": "without a prompt, which the environment gives",
+    "apart": "with answers that the chat template writes differently when others follow: each is a row of its own",
 }
 """What is said of rows that are as common as not, and no fault even if checks are strict."""
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -223,6 +224,7 @@ def reading_of(config: TRLConfig[Any], rows: Sequence[Any], named: bool, played:
         columns=tuple(getattr(trainer, "columns", ())),
         ignored=ignored,
         scored=scored,
+        answered={"samples", "prompts"} <= {*inputs},
         needed=not (played or "environment" in inputs),
         check=getattr(trainer, "check_samples", None) if _is_checked(trainer) else None,
         omitted=_own_checks(name, trainer),

@@ -52,11 +52,13 @@ def estimate(
     sharding = entry_name(config.train.sharding)
     if sharding not in ("none", "fsdp2"):
         raise ConfigError(f"train.sharding is {sharding!r}, of which no memory is estimated; set it to none or fsdp2")
-    if gpus is not None and config.train.mixed_precision is None:
-        config = config.evolve(train={"mixed_precision": "bf16"})
     with _garbage_kept():
+        from trainkit.plugins import get_trainer
+        from trainkit.trainer.launch import with_precision
         from trainkit_tools.estimates import choose, measure, plan
 
+        low = getattr(get_trainer(config.method.name), "low_by_default", False)
+        config = with_precision(config, "no" if gpus is None else "bf16", low=low)
         longest = {"prompt": prompt_tokens} if data is None else longest_of(data, config)
         need = measure(config, **longest, device="cpu" if gpus is None else "cuda")
         planned = plan(need, sharding, gpus or 1)

@@ -17,7 +17,7 @@ import numpy as np
 
 from trainkit.data.batches import Row
 from trainkit.data.chat import PLAIN_TEMPLATE, SETTINGS, is_conversation
-from trainkit.data.columns import STEPWISE, is_given, row_without, why_refused
+from trainkit.data.columns import STEPWISE, check_images, is_given, row_without, why_refused
 from trainkit.data.formats import (
     ALPACA,
     EXPECTED,
@@ -27,16 +27,20 @@ from trainkit.data.formats import (
     labelled,
     preference_rows,
     prompt_rows,
+    prompted,
     recognise,
     sample_rows,
+    taken_apart,
     unrendered,
     written_prompts,
 )
+from trainkit.data.images import IMAGE_COLUMNS, READERS, expanded
 from trainkit.data.pipeline import (
     IDS,
     SIDES,
     EncodedSide,
     EqualSidesError,
+    NoOutputError,
     PromptEncoder,
     encode_pair_within,
     encode_within,
@@ -53,7 +57,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["samples", "rewards", "labels", "pairs", "prompts"]
 """What rows are read as: samples, samples with rewards or labels, pairs of samples, or prompts."""
-KINDS: tuple[Kind, ...] = ("pairs", "labels", "rewards", "prompts", "samples")
+KINDS: tuple[Kind, ...] = ("pairs", "labels", "rewards", "samples", "prompts")
 EXPECTED_AS: dict[Kind, str] = {
     "samples": EXPECTED["sample"],
     "rewards": f"{EXPECTED['sample']}, and label or reward",
@@ -115,10 +119,17 @@ class Reading:
     """How prompts are handled that are too long, `rollout.overlong_prompts`."""
     needed: bool = True
     """Whether rows that are prompts need one; an environment may give it."""
+    answered: bool = False
+    """Whether the algorithm samples responses to the prompts of samples."""
     check: Callable[[Sequence[Row]], None] | None = None
     """Raises a `DataError` for rows that the algorithm refuses though their formats are right."""
     omitted: tuple[str, ...] = ()
     """What else training checks, in words."""
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether the model reads images."""
+        return self.tokenizer is not None and self.tokenizer in READERS
 
 
 @dataclass
@@ -235,6 +246,7 @@ class _Inspector:
         self.sides: dict[str, Any] = {"is_encoder_decoder": reading.is_encoder_decoder, "ends": reading.ends}
         self.eos = "" if reading.tokenizer is None else str(reading.tokenizer.eos_token)
         self.ahead: Any = None
+        self.measured: int | None = None  # the index of the last row that was accepted
         if reading.tokenizer is None:
             self.found.unit = "characters"
             self.found.omitted.append("tokens, truncation and the chat template, which need the tokenizer of a model")
@@ -293,7 +305,9 @@ class _Inspector:
         talk = is_conversation(row) or (isinstance(row, Mapping) and any(map(is_conversation, row.values())))
         self._note_columns(raw, row, talk)
         try:
-            rows = self._rows([row], index, talk)
+            rows = [part for row in self._rows([row], index, talk) for part in taken_apart(row)]
+            if len(rows) > 1:
+                self._find("apart", index)
             if talk and self.reading.tokenizer is not None:
                 self._note_unrendered(index, unrendered(row, self.reading.tokenizer, f"row {index}"))
             return rows
@@ -314,12 +328,25 @@ class _Inspector:
         tokenizer = self._plain_tokenizer() if talk and reading.tokenizer is None else reading.tokenizer
         if reading.kind == "prompts":
             made = prompt_rows(rows, needed=reading.needed, first=first)
-            return made if tokenizer is None else written_prompts(made, tokenizer, first=first)
+            for index, row in enumerate(made, first):
+                check_images(row, reading.reads_images, f"prompt {index}")
+            made = made if tokenizer is None else written_prompts(made, tokenizer, first=first)
+            return self._illustrated(made, first, "prompt")
         if reading.kind == "pairs":
-            return preference_rows(rows, tokenizer, first=first, columns=reading.columns, ends=reading.ends)
+            made = preference_rows(rows, tokenizer, first=first, columns=reading.columns, ends=reading.ends)
+            return self._illustrated(made, first, "sample")
         rated = reading.kind in ("rewards", "labels")
         made = sample_rows(rows, None, tokenizer, rated=rated, first=first, columns=reading.columns, ends=reading.ends)
-        return labelled(made, first=first) if reading.kind == "labels" else made
+        made = self._illustrated(made, first, "sample")
+        made = labelled(made, first=first) if reading.kind == "labels" else made
+        return prompted(made, first=first) if reading.answered else made
+
+    def _illustrated(self, rows: list[Row], first: int, name: str) -> list[Row]:
+        """Return rows whose placeholders are as long as their images, if a model reads these."""
+        tokenizer = self.reading.tokenizer
+        if tokenizer is None or not self.reading.reads_images:
+            return rows
+        return [expanded(tokenizer, row, f"{name} {index}")[0] for index, row in enumerate(rows, first)]
 
     def _plain_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return a tokenizer with the plain chat template, by which conversations are checked without a model."""
@@ -402,8 +429,12 @@ class _Inspector:
             self._find("equal", index)
             return
         except DataError as error:
+            if isinstance(error, NoOutputError) and self.measured == index:  # others of its answers have room
+                self._find("truncated", index)
+                return
             self._refuse(index, error)
             return
+        self.measured = index
         self._note_repeated(index, row)
         if kind == "labels":
             self.labels["true" if row["label"] else "false"] += 1
@@ -450,7 +481,8 @@ class _Inspector:
             self._note_cut(index, len(whole) - len(ids))
             parts = self._pieces(ids, chosen) if self._wants(index) else []
         if self._shows(index):
-            self.found.example["sample"] = parts
+            shown = len(self.found.example)
+            self.found.example[f"sample, row {shown + 1}" if shown else "sample"] = parts
         if not all(self._says(text) for text, out in zip(turns, outputs, strict=True) if out):
             self._find("empty", index)
 
@@ -462,7 +494,8 @@ class _Inspector:
         try:
             return encode_within(self.ahead, row, limit, f"sample {index}", **self.sides)[:2]
         except DataError:
-            self._find("no room", index)
+            if self.measured != index:
+                self._find("no room", index)
             raise
 
     def _measure_pair(self, index: int, row: Row) -> None:
@@ -523,7 +556,7 @@ class _Inspector:
             self.found.example["prompt"] = parts
 
     def _wants(self, index: int) -> bool:
-        return index == self.shown or (self.shown is None and self.found.example_row is None)
+        return index == self.shown or (self.shown is None and self.found.example_row in (None, index))
 
     def _says(self, text: str) -> bool:
         """Return whether an output is more than blanks and EOS."""
@@ -621,6 +654,8 @@ def _use(name: Any, row: Mapping[str, Any], reading: Reading, talk: bool) -> str
         return "read by the method"
     if talk and name in SETTINGS:
         return "given to the chat template"
+    if name in IMAGE_COLUMNS:
+        return "read by the model's processor" if reading.reads_images else "refused"
     if reading.kind == "prompts":
         kept = "given to reward functions, metric functions and environments" if reading.scored else "not read"
         return "refused" if _refused_of_prompt(name, row, reading.needed) else kept

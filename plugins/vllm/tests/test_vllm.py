@@ -10,22 +10,28 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoProcessor
 
 from tables import table
 from trainkit.config import SamplingConfig
 from trainkit.errors import ConfigError, EngineError
+from trainkit.models import cache_bytes
 from trainkit.models.adapters import quiet_peft
 from trainkit.testing import tiny_gpt2, tiny_llama
 from trainkit.testing.trainers import tiny_trainer
-from trainkit_vllm import VLLMConfig, VLLMEngine, cache_room, check_settings, exports, guard, launch
-from trainkit_vllm.client import Server
+from trainkit_vllm import VLLMConfig, VLLMEngine, cache_room, check_settings, exports, guard, launch, transfer
+from trainkit_vllm.client import Server, UnsharedError
+from trainkit_vllm.images import pieces_of
 from trainkit_vllm.worker import shapes_in
+from vision import vision_trainer
 
 
 def trainer(path: Path, engine: Any = "local", model: dict[str, Any] | None = None, **changes: Any) -> Any:
@@ -40,6 +46,12 @@ def trainer(path: Path, engine: Any = "local", model: dict[str, Any] | None = No
     [
         ({"mode": "process", "urls": ["http://a:1"]}, "urls would have no effect, because mode is 'process'"),
         ({"mode": "process", "timeout": 3}, "timeout would have no effect, because mode is 'process'"),
+        ({"mode": "process", "transfer": "network"}, "transfer would have no effect, because mode is 'process'"),
+        ({"sleep": False}, "sleep would have no effect, because the servers are started on this machine"),
+        (
+            {"urls": ["http://a:1"], "shared_dir": "/tmp", "transfer": "network"},
+            "shared_dir would have no effect, because transfer is 'network'",
+        ),
         ({"urls": ["http://a:1"], "dtype": "float32", "kv_cache": 1}, "dtype, kv_cache would have no effect, because"),
         ({"shared_dir": "/tmp"}, "shared_dir would have no effect, because the servers are started on this machine"),
         ({"urls": ["localhost:8000"]}, "urls has 'localhost:8000'; an address is http://HOST:PORT"),
@@ -84,13 +96,38 @@ def test_vllm_in_the_process_of_the_trainer_is_not_shared(monkeypatch: pytest.Mo
         VLLMEngine.check(config, 2)
 
 
+def test_sleeping_without_a_gpu_or_beside_the_training_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = VLLMConfig(name="vllm", mode="process", sleep=True)
+    with pytest.raises(ConfigError, match="sleep is true, and vLLM sleeps on GPUs only, of which there is none here"):
+        VLLMEngine.check(config, 1)
+    made = trainer(tmp_path)
+    made.models.build()
+    engine: Any = object.__new__(VLLMEngine)
+
+    def sleeps(beside: bool, mode: str = "process", **settings: Any) -> bool:
+        engine.config = VLLMConfig(name="vllm", mode=mode, **settings)
+        engine.served = replace(made.sampling.served, options={"beside_training": beside})
+        return bool(engine._sleeps())
+
+    assert not sleeps(False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert sleeps(False)
+    assert not any((sleeps(True), sleeps(False, sleep=False), sleeps(False, "server")))
+    with pytest.raises(ConfigError, match=r"with rollout\.staleness vLLM generates while the run trains"):
+        sleeps(True, sleep=True)
+
+
 def test_keys_and_values_get_what_a_gpu_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gib = 2**30  # 1.5B in bfloat16, with float32 weights trained: 3 + 3 × 6 GiB to come, 6 GiB are there
-    need = {"copied": 3 * gib, "placed": 0, "trained": 6 * gib}
+    need = {"copied": 3 * gib, "placed": 0, "trained": 6 * gib, "sleeps": False}
     assert cache_room(74 * gib, 80 * gib, **need) == 24 * gib, "three tenths of 80"
     assert cache_room(41 * gib, 80 * gib, **need) == 10 * gib, "half of 41 - 21"
     assert cache_room(20 * gib, 24 * gib, **need) == gib // 4
-    assert cache_room(80 * gib, 80 * gib, copied=20 * gib, placed=20 * gib, trained=10 * gib) == 5 * gib
+    divided = {"copied": 20 * gib, "placed": 20 * gib, "trained": 10 * gib}
+    assert cache_room(80 * gib, 80 * gib, **divided, sleeps=False) == 5 * gib
+    assert cache_room(76 * gib, 80 * gib, **{**need, "sleeps": True}) == 48 * gib * 61 // 64, "3/4 of 76 - 15"
 
     made = trainer(tmp_path)
     made.models.build()
@@ -107,6 +144,10 @@ def test_keys_and_values_get_what_a_gpu_has_left(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2 * gib, 80 * gib))
     assert given() == (2 * gib - 4 * size) // 2, "a copy, gradients and two moments"
     assert given(kv_cache=0.5) == gib // 2
+
+    token = cache_bytes(made.unwrapped.model.config, torch.float32)
+    assert token == 2 * 4 * 2 * 16, "keys and values of two layers"
+    assert [engine._sequences(room * token * made.text.limit) for room in (1, 300, 900)] == [128, 300, 512]
 
 
 def test_arguments_become_options() -> None:
@@ -148,6 +189,39 @@ def test_weights_have_the_names_and_shapes_of_the_exported_model(model: dict[str
         exports.compare({"x": [1]}, known, "'here'")
 
 
+def test_a_model_that_reads_images_is_written_with_its_processor(tmp_path: Path) -> None:
+    made = vision_trainer("llava", "grpo", tmp_path / "run")
+    made.models.build()
+    exports.write_model(made.sampling.served, tmp_path / "model")
+    assert type(AutoProcessor.from_pretrained(tmp_path / "model")).__name__ == "LlavaProcessor"
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "idefics3"])
+def test_the_pieces_of_images_are_read_as_the_model_reads_them(kind: str, tmp_path: Path) -> None:
+    made = vision_trainer(kind, "grpo", tmp_path)
+    made.models.build()
+    rows = made.pipeline.take(0, 8)
+    queries, images = made.text.queries(rows), made.text.images(rows)
+    token = made.text.model_config.image_token_id
+    found = pieces_of(queries, images, token, torch.float32)
+    assert sum(not pieces for pieces in found) == 1, "of the prompt without an image"
+    for row, (query, pieces) in enumerate(zip(queries, found, strict=True)):
+        covered = [at for piece in pieces for at in range(piece.offset, piece.offset + piece.length)]
+        assert covered == [at for at, each in enumerate(query) if each == token]
+        whole = images.take(torch.tensor([row])).inputs
+        for name in whole.keys() & {"pixel_values", "pixel_attention_mask"} if pieces else ():
+            read = torch.cat([piece.inputs[name].float().flatten() for piece in pieces])
+            assert torch.equal(read, whole[name].float().flatten()[: len(read)]), "the rest is padding"
+            assert not whole[name].flatten()[len(read) :].any()
+    again = pieces_of(queries[:1], images.take(torch.tensor([0])), token, torch.float32)[0]
+    assert [piece.content for piece in again] == [piece.content for piece in found[0]]
+    if kind == "qwen2_vl":
+        at = queries[0].index(token) + 1
+        apart = [*queries[0][:at], 0, *queries[0][at:]]
+        with pytest.raises(EngineError, match="reads images whose tokens follow each other, and of a prompt the 4"):
+            pieces_of([apart], images.take(torch.tensor([0])), token, torch.float32)
+
+
 def test_an_adapter_alone_is_written_and_the_model_without_it(tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -171,6 +245,13 @@ def test_an_adapter_alone_is_written_and_the_model_without_it(tmp_path: Path) ->
     assert not torch.allclose(plain, expected, atol=1e-3)
 
 
+def test_adapters_travel_in_files(tmp_path: Path) -> None:
+    engine = {"name": "vllm", "urls": ["http://127.0.0.1:9"], "transfer": "network"}
+    made = trainer(tmp_path, engine, model__peft_config={"target_modules": ["q_proj"]})
+    with pytest.raises(ConfigError, match=r"transfer is 'network', and vLLM reads adapters .* from files; remove it"):
+        made.learn()
+
+
 @table(
     "fields, told",
     [
@@ -191,6 +272,58 @@ def test_virtual_tokens_are_refused(tmp_path: Path) -> None:
     made.models.build()
     with pytest.raises(ConfigError, match="has peft_type 'PREFIX_TUNING'; change it, or set rollout"):
         exports.check_adapter(made.sampling.served.model)
+
+
+# -------------------------------------------------------------------------------------------------------- buckets
+
+
+@pytest.mark.parametrize("size", [1, 100, 2**20])
+def test_tensors_pass_through_shared_buckets_with_their_bits(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "BUCKET", size)
+    given = {"a": torch.randn(3, 5).t(), "b": torch.randn(7).bfloat16(), "c": torch.tensor(3), "d": torch.randn(0, 2)}
+    shared, found, buckets = transfer.Shared(transfer.bucket_size(given), torch.device("cpu")), {}, 0
+    theirs = transfer.mapped(shared.told, shared.bucket.numel(), torch.device("cpu"))
+    for pieces, used in transfer.filled(given, shared.bucket):
+        assert used <= theirs.numel() <= max(size, 60)
+        found |= dict(transfer.unpacked(theirs, json.loads(json.dumps(pieces))))
+        buckets += 1
+    shared.close()
+    assert buckets == {1: 2, 100: 1, 2**20: 1}[size]
+    assert [*found] == [*given]
+    for name, tensor in given.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+    with pytest.raises(OSError, match="No such file"):
+        transfer.mapped(shared.told, 16, torch.device("cpu"))
+
+
+def test_memory_of_a_gpu_is_described_as_torch_maps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: what torch's `reduce_tensor` returns arrives at its `rebuild_cuda_tensor`, through JSON."""
+    names = [*signature(transfer.rebuild_cuda_tensor).parameters]
+    assert names[6:8] == ["storage_device", "storage_handle"]
+    handle = [b"\x01\xff", 64, 512, False, b"\x00a", 8, b"event", True]
+    assert len(names) == 7 + len(handle)
+    rebuilt: list[Any] = []
+    monkeypatch.setattr(transfer, "reduce_tensor", lambda tensor: (None, (*range(7), *handle)))
+    monkeypatch.setattr(transfer, "rebuild_cuda_tensor", lambda *given: rebuilt.extend(given))
+    monkeypatch.setattr(transfer, "_uuid", lambda device: f"GPU-{device.index // 2}")
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: empty(size, dtype=dtype))
+    told = json.loads(json.dumps(transfer.Shared(64, torch.device("cuda", 0)).told))
+    transfer.mapped(told, 64, torch.device("cuda", 1))
+    assert rebuilt[7:] == handle
+    assert dict(zip(names, rebuilt, strict=True))["storage_device"] == 1, "the worker's own number of the GPU"
+    with pytest.raises(RuntimeError, match="the trainer is on the GPU GPU-0, and a worker on another device"):
+        transfer.mapped(told, 64, torch.device("cuda", 2))
+
+
+def test_workers_that_cannot_map_the_memory_say_why(canned: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Canned, "content", b'{"results": ["", "PermissionError: not allowed"]}')
+    with pytest.raises(UnsharedError, match="PermissionError: not allowed"):
+        canned.load_tensors({"a": torch.ones(3)}, network=False)
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(UnsharedError, match="this system has no files in memory"):
+        canned.load_tensors({"a": torch.ones(3)}, network=False)
 
 
 # ------------------------------------------------------------------------------------------------------- servers
@@ -305,5 +438,5 @@ def test_an_answer_is_read_and_a_faulty_one_reported(canned: Server, monkeypatch
         canned.describe()
     monkeypatch.setattr(Canned, "status", 200)
     monkeypatch.setattr(Canned, "content", b'{"success": false}')
-    with pytest.raises(EngineError, match="did not clear its prefix cache"):
-        canned.load(Path("x"), "x-2", False)
+    with pytest.raises(EngineError, match="did not clear its prefix cache"), canned.loading("x-2"):
+        pass

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +25,14 @@ import trainkit
 from trainkit.config import SamplingConfig
 from trainkit.errors import ConfigError, EngineError
 from trainkit.rollouts import Generated, Request
-from trainkit.testing import tiny_llama
+from trainkit.testing import nudged, tiny_llama
 from trainkit.testing.trainers import tiny_trainer
 from trainkit_kit.conformance import checks_for, subjects_of
+from trainkit_vllm import transfer
 from trainkit_vllm.client import DiedError
 from trainkit_vllm.launch import Started
-from trainkit_vllm.worker import shapes_in
+from trainkit_vllm.transfer import Shared, filled
+from vision import vision_trainer
 
 pytestmark = pytest.mark.engines
 
@@ -87,7 +92,8 @@ def test_log_probabilities_of_greedy_responses_are_those_at_temperature_1(home: 
 
 
 def test_frozen_weights_are_loaded_once(home: Any) -> None:
-    layer = [parameter for name, parameter in home.model.named_parameters() if "layers.1" in name]
+    block = [name for name, _ in home.model.named_parameters() if "layers.1" in name]
+    layer = [home.model.get_parameter(name) for name in block if "q_proj" not in name]  # which vLLM joins with others
     home.model.requires_grad_(False)
     try:
         with torch.no_grad():
@@ -97,9 +103,86 @@ def test_frozen_weights_are_loaded_once(home: Any) -> None:
         made = ask(home.engine, QUERIES, max_new_tokens=8)
     finally:
         home.model.requires_grad_(True)
-    assert len(shapes_in(home.engine.loaded[0])) == len(layer)
+    assert [*home.engine.given] == block
     assert made.logprobs is not None
     assert (made.logprobs - policy_logprobs(home.model, QUERIES, made.ids, 1.0)).abs().max() < 1e-4
+
+
+def changed(home: Any) -> None:
+    with torch.no_grad():
+        for parameter in home.model.parameters():
+            parameter.mul_(1.03)
+
+
+def require_loaded(home: Any) -> None:
+    made = ask(home.engine, QUERIES, max_new_tokens=8)
+    assert made.logprobs is not None
+    assert (made.logprobs - policy_logprobs(home.model, QUERIES, made.ids, 1.0)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("way", ["shared", "network", "files"])
+def test_weights_travel_in_each_way_and_again_to_a_server_that_dies_meanwhile(
+    way: str, home: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, buckets = home.engine.servers[0], []
+    send = server._send
+
+    def noted(*given: Any) -> None:
+        buckets.append(given[1])
+        send(*given)
+        if len(buckets) == kill:
+            os.kill(home.engine.pids[-1], signal.SIGKILL)
+
+    kill = 2 if way == "network" else None
+    monkeypatch.setattr(transfer, "BUCKET", 40_000)
+    monkeypatch.setattr(server, "_send", noted)
+    monkeypatch.setattr(home.engine, "ways", [way])
+    monkeypatch.setattr(home.engine, "restarts", 0)
+    changed(home)
+    home.load()
+    require_loaded(home)
+    assert (len(buckets) > 3) == (way != "files"), "in parts, of which some end within a layer that vLLM joins"
+    assert home.engine.restarts == (1 if way == "network" else 0)
+
+
+def test_a_way_that_the_system_forbids_is_left_with_one_line_or_is_an_error_by_name(
+    home: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def elsewhere(self: Any, size: int, device: Any) -> None:
+        made(self, size, device)
+        self.told["path"] = "/proc/1/nowhere"
+
+    made = Shared.__init__
+    monkeypatch.setattr(Shared, "__init__", elsewhere)
+    monkeypatch.setattr(home.engine, "ways", ["shared"])
+    with pytest.raises(EngineError, match=r"by rollout\.engine\.transfer 'shared' \(FileNotFoundError.*; set"):
+        home.load()
+    monkeypatch.setattr(home.engine, "ways", ["shared", "network", "files"])
+    for _ in range(2):
+        changed(home)
+        home.load()
+        require_loaded(home)
+    assert home.engine.ways == ["network", "files"]
+    lines = [line for line in caplog.messages if "they are sent by 'network' from now on" in line]
+    assert len(lines) == 1
+
+
+@pytest.mark.parametrize("kind", ["a part of a layer", "a tensor of another shape"])
+def test_a_load_that_was_not_finished_leaves_nothing_to_the_next(kind: str, home: Any) -> None:
+    """As by a trainer that is killed meanwhile, whose server goes on."""
+    server, tensors = home.engine.servers[0], {n: p.detach() + 1 for n, p in home.model.named_parameters()}
+    kept = {name: tensor for name, tensor in tensors.items() if "q_proj" in name}
+    if kind == "a tensor of another shape":
+        kept = {"model.layers.0.self_attn.q_proj.weight": torch.ones(3, 3)}
+    bucket = Shared(transfer.bucket_size(kept), torch.device("cpu"))
+    bucket.bucket[:16] = 7
+    server._agreed("trainkit_begin", bucket.bucket.numel(), bucket.told, [7] * 16)
+    for pieces, used in filled(kept, bucket.bucket):
+        server.request("POST", "/collective_rpc", {"method": "trainkit_take", "args": [pieces, used]})
+    bucket.close()
+    changed(home)
+    home.load()
+    require_loaded(home)
 
 
 def test_weights_that_another_run_has_loaded_are_noticed(home: Any, url: str, tmp_path: Path) -> None:
@@ -127,6 +210,54 @@ def test_a_run_learns_with_the_weights_of_every_step(url: str, tmp_path: Path) -
     found = rollouts.logprobs[rollouts.sequences.response_mask]
     assert (found - expected).abs().max() < 1e-4
     made.sampling.engine.close()
+
+
+WIDE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+"""Heads of 32."""
+
+
+def sample_images(path: Path, mode: str) -> None:
+    """Sample prompts with images, and train on them, in servers or in this process."""
+    engine = {"name": "vllm", "mode": mode, "kv_cache": 0.25, "concurrency": 16}
+    made = nudged(vision_trainer("idefics3", "grpo", path, rollout__engine=engine, text=WIDE), 0.1)
+    rows = [row for row in made.pipeline.take(0, 8) for _ in range(2)]
+    token = made.text.model_config.image_token_id
+    for _ in range(2):  # with the first weights and others, of which nothing of the first may be left
+        rollouts = made.sample(rows)
+        mask = rollouts.sequences.response_mask
+        with torch.no_grad():
+            logprobs = made.unwrapped(rollouts.sequences).logprobs[mask]
+        assert (logprobs - rollouts.logprobs[mask]).abs().max() < 1e-4
+        assert not (rollouts.sequences.input_ids[mask] == token).any()
+        images = rollouts.sequences.images
+        others = replace(rollouts.sequences, images=replace(images, pixel_values=images.pixel_values.flip(-1) * 0.5))
+        with torch.no_grad():
+            assert (made.unwrapped(others).logprobs[mask] - logprobs).abs().max() > 0.1
+            for parameter in made.unwrapped.parameters():
+                parameter.mul_(1.05)
+    made.learn()
+    assert made.progress.step == made.config.train.total_steps
+    made.sampling.engine.close()
+
+
+def test_prompts_with_images_are_sampled_as_the_policy_reads_them(tmp_path: Path) -> None:
+    sample_images(tmp_path / "server", "server")
+    _alone(
+        tmp_path, "from test_vllm_servers import sample_images", f"sample_images(Path({str(tmp_path)!r}), 'process')"
+    )
+
+
+def _alone(path: Path, imports: str, code: str) -> str:
+    """Run code in a process of its own, and return what it prints: vLLM there initialises torch.distributed."""
+    (path / "script.py").write_text(
+        f"import sys\nsys.path[:0] = {[str(Path(__file__).parent), *sys.path]!r}\n"
+        f"from pathlib import Path\nimport torch\n{imports}\n"
+        f"if __name__ == '__main__':\n{textwrap.indent(textwrap.dedent(code), '    ')}\n"
+    )
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, str(path / "script.py")], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
 
 
 def _masked(rollouts: Any) -> tuple[Tensor, Tensor]:
@@ -239,16 +370,37 @@ def _wrapped(model: Any, name: str) -> str:
     return f"{module}.base_layer.{leaf}" if f"{module}.base_layer.{leaf}" in model.state_dict() else name
 
 
+def sleeping(local: Any, told: list[list[Any]]) -> None:
+    """Let vLLM for CPUs sleep as on a GPU: it forgets its weights. Note what it is called for."""
+    from vllm import LLM
+
+    def wrapped(name: str, method: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            inspect.signature(getattr(LLM, name)).bind(local.llm, *args, **kwargs)
+            made = method(*args, **kwargs)
+            if name == "sleep":
+                local.llm.collective_rpc("reset_weights")
+            if name != "collective_rpc":
+                told.append([name, *kwargs.values()])
+            elif args[0] == "trainkit_load_tensors":
+                told.append(["load", len(kwargs["args"][0])])
+            return made
+
+        return call
+
+    local.level = 2
+    for name in ("sleep", "wake_up", "collective_rpc"):
+        setattr(local.llm, name, wrapped(name, getattr(local.llm, name)))
+
+
 def test_vllm_in_the_process_of_the_trainer_samples_the_same(home: Any, tmp_path: Path) -> None:
-    """It is run in a process of its own, because it initialises torch.distributed."""
     torch.save(home.model.state_dict(), tmp_path / "weights.pt")
-    script = f"""
-import sys, torch
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from pathlib import Path
-from test_vllm_servers import MODEL, QUERIES, ask, policy_logprobs, trainer
-if __name__ == "__main__":
-    changes = {{"rollout__num_rollouts": 16, "rollout__batch_size": 4}}
+    imports = """
+from test_vllm_servers import MODEL, QUERIES, ask, policy_logprobs, sleeping, trainer
+from trainkit.errors import EngineError
+"""
+    code = f"""
+    changes = {{"rollout__num_rollouts": 16, "rollout__batch_size": 4, "model__num_layers_unfrozen": 1}}
     made = trainer(Path({str(tmp_path / "run")!r}), {{"name": "vllm", "mode": "process", "kv_cache": 0.25}}, **changes)
     made.models.build()
     made.unwrapped.model.load_state_dict(torch.load({str(tmp_path / "weights.pt")!r}))
@@ -259,13 +411,31 @@ if __name__ == "__main__":
     off = answer.logprobs - policy_logprobs(made.unwrapped.model, QUERIES, answer.ids, 1.7)
     assert off.abs().max() < 1e-4
     print("ids", answer.ids)
-    local, lists = made.sampling.engine.local, []
+    local, lists, told = made.sampling.engine.local, [], []
     generate_all = local.generate_all
     def noted(queries, parameters):
         lists.append(len(queries))
+        told.append(["generate"])
         return generate_all(queries, parameters)
     local.generate_all = noted
+    sleeping(local, told)
     made.learn()
+    trained, all_of_them = told[0][1], len(made.unwrapped.model.state_dict())
+    assert told[:2] == [["load", trained], ["generate"]] and trained < all_of_them, told
+    awake = [["wake_up", ["weights"]], ["load", all_of_them], ["wake_up", ["kv_cache"]]]
+    asleep = [at for at, call in enumerate(told) if call == ["sleep", 2]]
+    assert len(asleep) == told.count(["wake_up", ["weights"]]) + 1 >= 2, "once for each collection"
+    for at in asleep[:-1]:
+        assert told[at + 1 : at + 4] == awake and told[at + 4] == ["generate"], told[at:]
+    assert local.asleep
+    local.llm.wake_up()
+    local.asleep = False
+    try:
+        made.sampling.engine._check_logprobs(0, made.unwrapped.model)
+        raise SystemExit("the weights were not forgotten")
+    except EngineError as error:
+        assert "computes other log-probabilities" in str(error)
+    made.sampling.rest()
     assert max(lists) == 16, "one list for the four calls of the sampler of a collection"
     assert made.progress.step == 6
     assert not [*made.sampling.engine.directory.glob("weights-*")], "weights are copied from memory, without files"
@@ -273,12 +443,8 @@ if __name__ == "__main__":
     made.sampling.engine._check_logprobs(0, made.unwrapped.model)
     made.sampling.engine.close()
 """
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    (tmp_path / "script.py").write_text(script)
-    done = subprocess.run([sys.executable, str(tmp_path / "script.py")], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
     expected = ask(home.engine, QUERIES, max_new_tokens=12, temperature=1.7, top_p=0.8).ids
-    assert f"ids {expected}" in done.stdout
+    assert f"ids {expected}" in _alone(tmp_path, imports, code)
 
 
 def test_vllm_in_an_actor_of_ray_conforms() -> None:
@@ -340,13 +506,18 @@ def test_settings_that_vllm_understands_otherwise_end_the_run(home: Any) -> None
         ask(home.engine, [[1]], min_p=0.1, top_p=0.5)
 
 
-def test_a_killed_server_is_started_again_and_its_requests_sent_again(caplog: pytest.LogCaptureFixture) -> None:
-    """The kit allows an error, too."""
-    engine = KIT.serving.engine
-    CHECKS["engine_deaths"].run(KIT)
-    assert KIT.serving.engine is engine
-    assert engine.restarts == 2
-    assert sum("it is started again, with the weights of step" in line for line in caplog.messages) == 2
+def test_a_killed_server_is_started_again_and_its_requests_sent_again(
+    home: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    request = Request([[at % 8, 1] for at in range(64)], range(64), SamplingConfig(max_new_tokens=40), "generate")
+    expected = home.engine.submit(request).result().ids
+    under_way = home.engine.submit(request)
+    os.kill(home.engine.pids[-1], signal.SIGKILL)
+    assert under_way.result().ids == expected
+    assert home.engine.submit(request).result().ids == expected
+    assert home.engine.restarts == 1
+    assert sum("it is started again, with the weights of step" in line for line in caplog.messages) == 1
+    CHECKS["engine_deaths"].run(KIT)  # it trains the model meanwhile, whose weights are not loaded: an error
 
 
 def test_a_server_that_dies_too_often_is_an_error(home: Any, monkeypatch: pytest.MonkeyPatch) -> None:

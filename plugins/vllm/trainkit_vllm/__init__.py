@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 import secrets
 import shutil
 import tempfile
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -21,14 +23,15 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from trainkit import PluginConfig, SamplingConfig, register_engine
+from trainkit.data import Images
 from trainkit.errors import ConfigError, EngineError
-from trainkit.models import has_adapter
+from trainkit.models import cache_bytes, has_adapter, image_inputs, image_token
 from trainkit.rollouts import Engine, Generated, Request, ServedModel, Weights
-from trainkit_vllm.client import Answer, DiedError, Server
+from trainkit_vllm.client import Answer, DiedError, Server, UnsharedError
 from trainkit_vllm.exports import check_adapter, compare, named_weights, write_adapter, write_model, write_weights
+from trainkit_vllm.images import Piece, for_engine, for_server, pieces_of
 from trainkit_vllm.inprocess import Awaited, InProcess
 from trainkit_vllm.launch import Joined, Started, installed, key_of
-from trainkit_vllm.worker import shapes_in
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +39,8 @@ EXACT, ROUNDED = 1e-4, 0.1
 """How much log-probabilities may differ from those of the trained model, in nats: in float32; at lower precision."""
 COLDEST = 0.01
 """The lowest temperature above 0 that vLLM samples at."""
+LEAST, MOST = 128, 512
+"""How many responses vLLM generates at the same time if no setting says so."""
 PARALLEL = {"tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"}
 """Arguments by which vLLM runs in several processes."""
 SERVERS_ONLY = ("timeout", "start_timeout", "restarts")
@@ -50,14 +55,21 @@ class VLLMConfig(PluginConfig):
     """Addresses of servers that run already, `http://HOST:PORT`, which all processes of the run use. Empty: a server is
     started on loopback, on each machine for all of its processes."""
     shared_dir: str | None = None
-    """With `urls`: a directory that trainer and servers see under the same path; new weights are written there. None:
-    a temporary directory, for servers on the same machine."""
+    """With `urls`: a directory that trainer and servers see under the same path, for what travels in files. None: a
+    temporary directory, for servers on the same machine."""
+    transfer: Literal["auto", "shared", "network", "files"] = "auto"
+    """How new weights reach servers: `shared`, memory that both map; `network`, NCCL or gloo; `files`. `auto`: the
+    first of these that works. Adapters are in files."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The type of weights and computations in vLLM. `auto`: as `train.mixed_precision`, or as the trained weights."""
     kv_cache: float | None = Field(None, gt=0)
     """Memory for keys and values, in GiB. None: 4; on a GPU as much as `cache_room` says."""
-    concurrency: int = Field(128, ge=1)
-    """Responses that a server generates at the same time."""
+    sleep: bool | None = None
+    """Whether vLLM in the process releases its memory while the run trains. None: on a GPU, unless it generates beside
+    the training (`rollout.staleness`)."""
+    concurrency: int | None = Field(None, ge=1)
+    """Responses that a server generates at the same time. None: 128; on a GPU as many as the memory for keys and values
+    has room for, up to 512."""
     timeout: float = Field(600.0, gt=0)
     """Seconds that a server has for a response, and for loading weights."""
     start_timeout: float = Field(600.0, gt=0)
@@ -72,12 +84,14 @@ class VLLMConfig(PluginConfig):
         fields = type(self).model_fields
         changed = {name for name in fields if name != "name" and getattr(self, name) != fields[name].default}
         if self.mode == "process":
-            useless, why = changed & {"urls", "shared_dir", *SERVERS_ONLY}, "mode is 'process'"
+            useless, why = changed & {"urls", "shared_dir", "transfer", *SERVERS_ONLY}, "mode is 'process'"
         elif self.urls:
-            useless = changed & {"dtype", "kv_cache", "start_timeout", "restarts", "arguments"}
+            useless = changed & {"dtype", "kv_cache", "sleep", "start_timeout", "restarts", "arguments"}
             why = "urls names servers that run already, which are configured when they are started"
         else:
-            useless, why = changed & {"shared_dir"}, "the servers are started on this machine"
+            useless, why = changed & {"shared_dir", "sleep"}, "the servers are started on this machine"
+        if not useless and self.transfer in ("shared", "network"):
+            useless, why = changed & {"shared_dir"}, f"transfer is {self.transfer!r}"
         if useless:
             raise ValueError(f"{', '.join(sorted(useless))} would have no effect, because {why}; remove it")
         if self.kv_cache is not None and "gpu_memory_utilization" in self.arguments:
@@ -99,6 +113,7 @@ class VLLMEngine(Engine):
         EngineError: a server cannot be reached or started, or serves another model.
     """
 
+    abilities = frozenset(("images",))
     shared: ClassVar[Literal["machine", "run"] | None] = "machine"
     config: VLLMConfig
 
@@ -106,7 +121,17 @@ class VLLMEngine(Engine):
         super().__init__(config, served)
         self.name = "'vllm'"
         self.adapter = has_adapter(served.model)
+        self.ways: list[str] = ["shared", "network", "files"] if config.transfer == "auto" else [config.transfer]
+        """How weights reach servers; the next one if the first does not work."""
+        if self.adapter and config.transfer in ("shared", "network"):
+            raise ConfigError(
+                f"rollout.engine.transfer is {config.transfer!r}, and vLLM reads adapters (model.peft_config) from "
+                "files; remove it"
+            )
         rank = check_adapter(served.model)
+        allowed = served.options.get("logit_mask")  # of tokens that stand for images; others are refused
+        self.excluded: list[int] = [] if allowed is None else (~allowed).nonzero().flatten().tolist()
+        """Tokens that are not sampled."""
         urls, self.joins = config.urls, served.address is not None
         if self.joins:
             self.address = served.address
@@ -117,14 +142,20 @@ class VLLMEngine(Engine):
         self.directory: Path = self.address[1]
         self.loads = 0
         self.loaded: tuple[Path, str] | None = None
-        """The files of the loaded weights, and their tag."""
+        """Where the loaded weights are if they are in files, and their tag."""
+        self.given: dict[str, Tensor] = {}
+        """What is loaded, for a server that is started again: tensors of the trainer, unless it has made copies."""
+        self.changes = 0
+        """How often they had been changed in place when they were loaded."""
+        self.shown: tuple[list[int], Images] | None = None
+        """The first prompt with images, and these."""
         self.version, self.restarts, self.closed = 0, 0, False
         self.lock = threading.RLock()
         self.servers: list[Server] = [Server(url, config.timeout) for url in urls]
         self.local: InProcess | None = None
         self.waiting: list[tuple[Request, Awaited]] = []
         """Requests that vLLM in this process has not begun."""
-        count = config.concurrency * max(len(urls), 1)
+        count = (config.concurrency or MOST) * max(len(urls), 1)
         self.rows, self.calls = ThreadPoolExecutor(count, "vllm-row"), ThreadPoolExecutor(8, "vllm-call")
         try:
             if not urls:
@@ -149,6 +180,10 @@ class VLLMEngine(Engine):
             raise ConfigError(
                 f"rollout.engine.mode is 'process', and the run has {processes} processes; use mode 'server', whose "
                 "server they share"
+            )
+        if config.sleep and not torch.cuda.is_available():
+            raise ConfigError(
+                "rollout.engine.sleep is true, and vLLM sleeps on GPUs only, of which there is none here; remove it"
             )
         if not config.urls and not installed():
             raise ConfigError(
@@ -214,13 +249,25 @@ class VLLMEngine(Engine):
         return {
             "model": str(model),
             "dtype": self._dtype(),
-            **self._cache(),
-            "max_num_seqs": self.config.concurrency,
+            **(cache := self._cache()),
+            "max_num_seqs": self.config.concurrency or self._sequences(cache.get("kv_cache_memory_bytes", 0)),
             "generation_config": "vllm",  # the model's own sampling settings do not apply
             "logprobs_mode": "raw_logprobs",
+            **({"enable_sleep_mode": True} if self._sleeps() else {}),
             **limit,
             **eager,
         }
+
+    def _sleeps(self) -> bool:
+        """Return whether vLLM is started so that it can sleep."""
+        beside = self.served.options.get("beside_training", False)
+        if self.config.sleep and beside:
+            raise ConfigError(
+                "rollout.engine.sleep is true, and with rollout.staleness vLLM generates while the run trains; remove "
+                "one of the two"
+            )
+        wanted = torch.cuda.is_available() and not beside if self.config.sleep is None else self.config.sleep
+        return self.config.mode == "process" and wanted
 
     def _cache(self) -> dict[str, int]:
         if "gpu_memory_utilization" in self.config.arguments:  # of which vLLM would take no notice
@@ -234,8 +281,16 @@ class VLLMEngine(Engine):
             copied=width * sum(tensor.numel() for tensor in model.parameters()),
             placed=model.get_memory_footprint() // parts if self.served.divided else 0,
             trained=sum(tensor.nbytes for tensor in model.parameters() if tensor.requires_grad) // parts,
+            sleeps=self._sleeps(),
         )
         return {"kv_cache_memory_bytes": room}
+
+    def _sequences(self, room: int) -> int:
+        """Return for how many responses of the largest length there is ``room``, from `LEAST` to `MOST`."""
+        token = cache_bytes(self.served.model.config, getattr(torch, self._dtype()))
+        if not torch.cuda.is_available() or token is None or self.served.limit is None:
+            return LEAST
+        return max(LEAST, min(MOST, room // (token * self.served.limit)))
 
     def _dtype(self) -> str:
         if self.config.dtype != "auto":
@@ -249,7 +304,7 @@ class VLLMEngine(Engine):
         Raises:
             EngineError: its context is too short, or it has no adapters.
         """
-        found = place.describe()
+        found = place.describe(self.excluded)
         limit = self.served.limit
         if limit is not None and found["limit"] < limit:
             raise EngineError(
@@ -268,8 +323,6 @@ class VLLMEngine(Engine):
     def load(self, weights: Weights) -> None:
         """Compare names and shapes of ``weights`` with those of the servers, and load them.
 
-        Servers, and adapters, read them from files; vLLM in this process copies tensors from memory to memory.
-
         Raises:
             EngineError: they do not fit, nothing is loaded then; or the servers compute other log-probabilities.
         """
@@ -279,21 +332,17 @@ class VLLMEngine(Engine):
         if self.joins:  # another process loads them
             self.loaded, self.version = (files, tag), weights.version
             return
-        given = self.served.fitting(weights)
-        here = None if self.adapter else self.local
-        if here is not None:
-            tensors = named_weights(self.served.model, given)
-            self._compare({name: list(tensor.shape) for name, tensor in tensors.items()})
-            here.load_tensors(tensors, tag)
-        else:
-            try:
-                self._write(given, files)
-            except EngineError:
-                shutil.rmtree(files, ignore_errors=True)
-                raise
+        with self.lock:  # not while a server that is started again gets them
+            self.given = {}  # of a model that is divided, they are copies
+        given = self._whole(self.served.fitting(weights))
+        if not self.adapter:
+            named = named_weights(self.served.model, given)
+            for place, known in zip(self._places, self.known, strict=True):
+                compare({name: list(tensor.shape) for name, tensor in named.items()}, known["shapes"], str(place))
         with self.lock:
             before, self.loaded, self.version = self.loaded, (files, tag), weights.version
-            for index in range(len(self._places)) if here is None else ():
+            self.given, self.changes = given, _changes(given)
+            for index in range(len(self._places)):
                 self._alive(index, self._load)
         if before is not None:
             shutil.rmtree(before[0], ignore_errors=True)
@@ -304,24 +353,54 @@ class VLLMEngine(Engine):
             for index in range(len(self._places)):
                 self._check_logprobs(index, model)
 
-    def _write(self, given: Mapping[str, Tensor], files: Path) -> None:
-        model = self.served.model
-        if self.adapter:
-            write_adapter(model, given.items(), files)
-            return
-        if self.loaded is None and self.config.urls:  # frozen tensors of servers that others have started
-            whole = {k: x.full_tensor() if hasattr(x, "full_tensor") else x for k, x in model.state_dict().items()}
-            given = {**whole, **given}
-        write_weights(model, given, files)
-        self._compare(shapes_in(files))
+    def rest(self) -> bool:
+        """Let vLLM in this process sleep; its next weights wake it up."""
+        return self.local is not None and self.local.rest()
 
-    def _compare(self, shapes: Mapping[str, list[int]]) -> None:
-        for place, known in zip(self._places, self.known, strict=True):
-            compare(shapes, known["shapes"], str(place))
+    def _whole(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return ``given`` with the frozen weights that vLLM needs, too.
+
+        It lacks all if it slept, or if others have started it. It joins tensors of a block, and loads all of these or
+        none.
+        """
+        asleep = self.local is not None and self.local.asleep
+        lacks, blocks = asleep or (self.config.urls and self.loaded is None), {_block(name) for name in given}
+        if self.adapter or (self.served.divided and not lacks):
+            return given
+        state = self.served.model.state_dict().items()
+        needed = {name: tensor for name, tensor in state if lacks or _block(name) in blocks}
+        return {**{name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in needed.items()}, **given}
 
     def _load(self, place: Server | InProcess) -> None:
         assert self.loaded is not None
-        place.load(*self.loaded, self.adapter)
+        files, tag = self.loaded
+        with place.loading(tag):
+            if self.adapter:
+                write_adapter(self.served.model, self.given.items(), files)
+                place.load_adapter(files)
+            elif isinstance(place, InProcess):
+                place.load_tensors(named_weights(self.served.model, self.given))
+            else:
+                self._send(place, files)
+
+    def _send(self, place: Server, files: Path) -> None:
+        """Load the weights into a server, in the first way that works.
+
+        Raises:
+            EngineError: none does.
+        """
+        while (way := self.ways[0]) != "files":
+            try:
+                place.load_tensors(named_weights(self.served.model, self.given), way == "network")
+                return
+            except UnsharedError as error:
+                fault = f"new weights do not reach the engine {place} by rollout.engine.transfer {way!r} ({error})"
+                if len(self.ways) == 1:
+                    raise EngineError(f"{fault}; set another one") from error
+                del self.ways[0]
+                log.warning("%s; they are sent by %r from now on", fault, self.ways[0])
+        write_weights(self.served.model, self.given, files)
+        place.call("trainkit_load", str(files))
 
     def _alive(self, index: int, call: Callable[[Any], Any]) -> Any:
         """Call with server ``index``; if it dies, start it again and call once more."""
@@ -365,8 +444,8 @@ class VLLMEngine(Engine):
             place.start()
             self.name = str(place)
             try:
-                place.describe()
-                if self.loaded is not None:
+                place.describe(self.excluded)
+                if self.given and _changes(self.given) == self.changes:  # otherwise newer ones are loaded before use
                     self._load(place)
                 return
             except DiedError as again:
@@ -390,6 +469,8 @@ class VLLMEngine(Engine):
     def _check_logprobs(self, index: int, model: Any) -> None:
         """Compare log-probabilities of a few sampled tokens with those of ``model``, which has the loaded weights.
 
+        One prompt is the first with images, once there was one: vLLM computes what reads them in its own way.
+
         Raises:
             EngineError: they differ by more than rounding explains.
         """
@@ -401,10 +482,18 @@ class VLLMEngine(Engine):
         generator = torch.Generator().manual_seed(self.loads)
         lengths = [1 + at * (room - settings.max_new_tokens - 1) // 3 for at in range(4)]
         size = model.config.get_text_config().vocab_size
-        queries = [torch.randint(size, (length,), generator=generator).tolist() for length in lengths]
-        made = self._generate(Request(queries, range(4), settings, "generate"), only=index)
+        known = torch.ones(size).index_fill(0, torch.tensor(self.excluded, dtype=torch.long), 0)
+        queries = [known.multinomial(length, True, generator=generator).tolist() for length in lengths]
+        request = Request(queries, range(4), settings, "generate")
+        if self.shown is not None:
+            query, images = self.shown
+            left = settings.max_new_tokens if self.served.limit is None else self.served.limit - len(query)
+            shorter = settings.model_copy(update={"max_new_tokens": min(settings.max_new_tokens, left)})
+            images = replace(images, of=torch.tensor([-1] * 4 + [0]))
+            request = Request([*queries, query], range(5), shorter, "generate", images)
+        made = self._generate(request, only=index)
         assert made.logprobs is not None
-        off = (made.logprobs - _expected(model, queries, made.ids, settings.temperature)).abs()
+        off = (made.logprobs - _expected(model, request, made.ids, self.excluded)).abs()
         exact = {self.known[index]["dtype"], str(model.dtype)} == {"float32", "torch.float32"}
         exact &= self.served.mixed_precision == "no"
         worst, allowed = (float(off.max()), EXACT) if exact else (float(off.mean()), ROUNDED)
@@ -443,14 +532,15 @@ class VLLMEngine(Engine):
         """Return the responses to each request; with ``only``, all from that server."""
         assert self.loaded is not None
         jobs = [
-            (query, {**self._parameters(request.settings), "seed": int(seed)})
+            (query, pieces, {**self._parameters(request.settings), "seed": int(seed)})
             for request in requests
-            for query, seed in zip(request.queries, request.seeds, strict=True)
+            for query, pieces, seed in zip(request.queries, self._pieces(request), request.seeds, strict=True)
         ]
         if self.local is None:
             answers = self._over_http(jobs, only)
         else:
-            answers = self.local.generate_all([query for query, _ in jobs], [given for _, given in jobs])
+            prompts = [for_engine(query, pieces, self.loaded[1]) for query, pieces, _ in jobs]
+            answers = self.local.generate_all(prompts, [given for *_, given in jobs])
         for index, answer in enumerate(answers):
             if answer.ids and answer.tags != {self.loaded[1]}:  # one that was aborted at once has no tags
                 raise EngineError(
@@ -465,13 +555,23 @@ class VLLMEngine(Engine):
         logprobs = torch.tensor([value for answer in answers for value in answer.logprobs], dtype=torch.float32)
         return Generated([answer.ids for answer in answers], reasons, [self.version] * len(answers), logprobs)
 
-    def _over_http(self, jobs: Sequence[tuple[list[int], dict[str, Any]]], only: int | None) -> list[Answer]:
-        first = jobs[0][1]["seed"]  # another one in each process
+    def _pieces(self, request: Request) -> list[list[Piece]]:
+        if self.shown is None and request.images is not None:
+            row = int((request.images.of >= 0).int().argmax())
+            self.shown = request.queries[row], request.images.take(torch.tensor([row])).to(torch.device("cpu"))
+        dtype = self.known[0]["dtype"] if self.known else self._dtype()
+        token = image_token(self.served.model.config)
+        return pieces_of(request.queries, request.images, token, getattr(torch, dtype))
+
+    def _over_http(self, jobs: Sequence[tuple[list[int], list[Piece], Any]], only: int | None) -> list[Answer]:
+        assert self.loaded is not None
+        first, tag = jobs[0][2]["seed"], self.loaded[1]  # another seed in each process
 
         def answer(index: int) -> Answer:
-            query, given = jobs[index]
+            query, pieces, given = jobs[index]
             place = (first + index) % len(self.servers) if only is None else only
-            made: Answer = self._alive(place, lambda server: server.generate(query, given, self.adapter))
+            features = for_server(pieces, tag)
+            made: Answer = self._alive(place, lambda server: server.generate(query, given, self.adapter, features))
             return made
 
         futures = [self.rows.submit(answer, index) for index in range(len(jobs))]
@@ -517,10 +617,11 @@ class _OfOthers(VLLMEngine):
     shared = "run"
 
 
-def cache_room(free: int, total: int, *, copied: int, placed: int, trained: int) -> int:
+def cache_room(free: int, total: int, *, copied: int, placed: int, trained: int, sleeps: bool) -> int:
     """Return the bytes for keys and values on a GPU that trains, too: min(3/10 total, 1/2 (free − what is to come)).
 
-    The other half is for activations; 1/4 GiB is the least.
+    The other half is for activations. If vLLM sleeps while the run trains, there are neither those nor gradients beside
+    it: 3/4 (free − what is to come). 1/4 GiB is the least.
 
     Args:
         free: the bytes that are free before vLLM starts.
@@ -528,8 +629,10 @@ def cache_room(free: int, total: int, *, copied: int, placed: int, trained: int)
         copied: those of vLLM's copy of the weights.
         placed: those of the trained model that are to come onto the GPU.
         trained: those of the weights that are trained; their gradients and the optimizer's two moments are to come.
+        sleeps: whether vLLM sleeps while the run trains.
     """
-    return max(min(3 * total // 10, (free - copied - placed - 3 * trained) // 2), 2**28)
+    left = free - copied - placed - (2 if sleeps else 3) * trained
+    return max(3 * left // 4 if sleeps else min(3 * total // 10, left // 2), 2**28)
 
 
 def check_settings(settings: SamplingConfig) -> None:
@@ -554,18 +657,32 @@ def check_settings(settings: SamplingConfig) -> None:
         )
 
 
+def _changes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor._version for tensor in tensors.values())
+
+
+def _block(name: str) -> str:
+    """Return the block of a tensor: ``model.layers.3.mlp.up_proj.weight`` -> ``model.layers.3``."""
+    found = re.match(r".*?\.\d+(?=\.)", name)
+    return name if found is None else found.group()
+
+
 def _adapters(rank: int) -> Mapping[str, Any]:
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
 
 
-def _expected(model: Any, queries: list[list[int]], responses: list[list[int]], temperature: float) -> Tensor:
-    """Return the model's log-probabilities of all tokens of ``responses`` [N]."""
+def _expected(model: Any, request: Request, responses: list[list[int]], excluded: list[int]) -> Tensor:
+    """Return the model's log-probabilities of all tokens of ``responses`` [N]; those ``excluded`` have none."""
     found, training = [], model.training
     model.eval()
     try:
-        for query, response in zip(queries, responses, strict=True):
+        for row, (query, response) in enumerate(zip(request.queries, responses, strict=True)):
             ids = torch.tensor([[*query, *response]], device=model.device)
-            logits = model(input_ids=ids, use_cache=False).logits[0, len(query) - 1 : -1].float() / temperature
+            images = None if request.images is None else request.images.take(torch.tensor([row])).to(model.device)
+            inputs = {"input_ids": ids, **image_inputs(model, ids, torch.ones_like(ids), images)}
+            logits = model(**inputs, use_cache=False).logits[0, len(query) - 1 : -1].float()
+            logits = logits / request.settings.temperature
+            logits[:, excluded] = -torch.inf
             found.append(logits.log_softmax(-1).gather(-1, ids[0, len(query) :, None]).squeeze(-1).cpu())
     finally:
         model.train(training)

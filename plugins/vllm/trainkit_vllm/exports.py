@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
+from trainkit.data import save_processor
 from trainkit.errors import ConfigError, EngineError
 from trainkit.models import adapter_config, has_adapter, without_adapter
 
@@ -56,13 +57,14 @@ def adapter_of(model: Any) -> tuple[str, Any]:
 
 
 def write_model(served: Any, directory: Path) -> None:
-    """Write the model without its adapter, and the tokenizer."""
+    """Write the model without its adapter, the tokenizer, and the processor of a model that reads images."""
     base = served.model
     config = copy.deepcopy(base.config)
     config.architectures, config.dtype = [type(base).__name__], base.dtype
     config.save_pretrained(directory)
     with without_adapter(base) if has_adapter(base) else nullcontext():
         write_weights(base, base.state_dict(), directory)
+    save_processor(served.tokenizer, directory)
     served.tokenizer.save_pretrained(directory)
 
 

@@ -75,54 +75,74 @@ class InProcess:
                 }
             )
         self.adapter: Any = None
+        adapters = arguments.get("enable_lora", False)
+        self.level = 0 if not arguments.get("enable_sleep_mode") else 1 if adapters else 2
+        """What it forgets while it sleeps: 0: it does not sleep; 1: keys and values, weights go to the CPU; 2: both."""
+        self.asleep = False
 
     def __str__(self) -> str:
         return "'vllm' in this process"
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self, excluded: Sequence[int] = ()) -> dict[str, Any]:
         """Return what is served, as `trainkit_vllm.worker.WorkerExtension.trainkit_describe` returns it."""
-        found: dict[str, Any] = self.llm.collective_rpc("trainkit_describe")[0]
+        found: dict[str, Any] = self.llm.collective_rpc("trainkit_describe", args=(list(excluded),))[0]
         return found
 
-    def load(self, directory: Path, tag: str, adapter: bool) -> None:
-        """Load the adapter in ``directory``, and call it ``tag``; weights are loaded by `load_tensors`."""
-        assert adapter
+    def load_adapter(self, directory: Path) -> None:
+        """Load the adapter in ``directory``."""
         from vllm.lora.request import LoRARequest  # type: ignore[import-not-found, unused-ignore]
 
-        with self._loading(tag):
-            self.llm.llm_engine.add_lora(LoRARequest(ADAPTER, 1, str(directory), load_inplace=True))
-            self.adapter = LoRARequest(ADAPTER, 1, str(directory))
+        self.llm.llm_engine.add_lora(LoRARequest(ADAPTER, 1, str(directory), load_inplace=True))
+        self.adapter = LoRARequest(ADAPTER, 1, str(directory))
 
-    def load_tensors(self, tensors: Mapping[str, Tensor], tag: str) -> None:
-        """Load weights from the memory of this process, or of its GPU, without files, and call them ``tag``."""
-        with self._loading(tag):
-            self.llm.collective_rpc("trainkit_load_tensors", args=(tensors,))
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load weights from the memory of this process, or of its GPU."""
+        self.llm.collective_rpc("trainkit_load_tensors", args=(tensors,))
 
     @contextmanager
-    def _loading(self, tag: str) -> Iterator[None]:
-        """Tag what is loaded in the block.
+    def loading(self, tag: str) -> Iterator[None]:
+        """Tag what is loaded in the block; if it sleeps, wake it up, with keys and values after the block.
 
         Raises:
             EngineError: the prefix cache may hold what the earlier weights computed.
         """
+        if self.asleep:
+            torch.cuda.empty_cache()  # what training has released is still torch's
+            self.llm.wake_up(tags=["weights"])
         with _own_generator():
             yield
+        if self.asleep:
+            self.llm.wake_up(tags=["kv_cache"])
+            self.asleep = False
         self.llm.update_weight_version(tag)
         if not self.llm.reset_prefix_cache():
             raise EngineError(f"the engine {self} did not clear its prefix cache after new weights were loaded")
 
-    def generate_all(self, queries: Sequence[Sequence[int]], parameters: Sequence[Mapping[str, Any]]) -> list[Answer]:
-        """Return a response to each of ``queries``, sampled with vLLM's ``parameters`` of each."""
-        from vllm import SamplingParams
+    def rest(self) -> bool:
+        """Sleep until weights are loaded; return whether it sleeps."""
+        if self.level and not self.asleep:
+            self.llm.sleep(level=self.level)
+            self.asleep = True
+        return self.asleep
 
+    def generate_all(self, prompts: Sequence[Any], parameters: Sequence[Mapping[str, Any]]) -> list[Answer]:
+        """Return a response to each of ``prompts``, of `for_engine`, sampled with vLLM's ``parameters`` of each."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found, unused-ignore]
+
+        assert not self.asleep, "it would wait for ever"
+        engine, names, outputs = self.llm.llm_engine, [str(index) for index in range(len(prompts))], dict[str, Any]()
         with _own_generator():
-            outputs = self.llm.generate(
-                [{"prompt_token_ids": list(query)} for query in queries],
-                [SamplingParams(**given) for given in parameters],
-                use_tqdm=False,
-                lora_request=self.adapter,
-            )
-        return [_answer(output.outputs[0]) for output in outputs]
+            try:
+                for name, prompt, given in zip(names, prompts, parameters, strict=True):
+                    settings = SamplingParams(**given, output_kind=RequestOutputKind.FINAL_ONLY)
+                    engine.add_request(name, prompt, settings, lora_request=self.adapter)
+                while engine.has_unfinished_requests():
+                    outputs |= {output.request_id: output for output in engine.step() if output.finished}
+            except BaseException:
+                engine.abort_request(names)
+                raise
+        return [_answer(outputs[name].outputs[0]) for name in names]
 
     def close(self) -> None:
         """Release the model and the cache."""

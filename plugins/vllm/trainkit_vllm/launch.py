@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -219,6 +220,25 @@ class Started(Server):
             if process is None or process.poll() is not None or self._starts != begun:
                 raise DiedError(f"the engine {self} died: {self.reason()}") from error
             raise
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of the workers; end a server whose workers have died, because it does not answer then.
+
+        Raises:
+            DiedError: the server died.
+        """
+        begun = {*self.pids}
+        with ThreadPoolExecutor(1) as pool:
+            called = pool.submit(super().call, method, *arguments)
+            while not wait([called], timeout=2).done:
+                try:
+                    dead = self.request("GET", "/health", timeout=5)[0] == 503
+                except (OSError, http.client.HTTPException):  # it is busy, waits for workers, or has ended
+                    dead = not begun <= {*self.pids}
+                if dead and self.process is not None:
+                    assert self.process.stdin is not None
+                    self.process.stdin.close()  # for the guard, the end of this process
+            return called.result()
 
     def close(self) -> None:
         """End the server and its processes."""

@@ -145,6 +145,30 @@ BUGS = (
 """,
     ),
     Bug(
+        "images_lost_in_the_pool",
+        "what is learnt again is made of token ids, without the images of the prompts",
+        "trainkit",
+        "rft",
+        ("images",),
+        patch="""
+-        return replace(rows, images=images)
++        return rows
+""",
+    ),
+    Bug(
+        "images_prepared_otherwise",
+        "images are scaled otherwise in training than in sampling",
+        "trainkit",
+        "rloo",
+        ("images",),
+        patch="""
+-        sequences, policy = rollouts.sequences, self.behaviour(rollouts)
++        sequences, policy = rollouts.sequences, self.behaviour(rollouts)
++        if sequences.images is not None:
++            sequences.images.pixel_values.div_(2)
+""",
+    ),
+    Bug(
         "packed_samples_attend",
         "samples that are packed into one row attend to each other",
         "TRL",
@@ -366,6 +390,28 @@ BUGS = (
 """,
     ),
     # ------------------------------------------------------------------------------------ what outlasts a batch
+    Bug(
+        "rate_of_targets_exchanged",
+        "the target network moves by one minus the rate",
+        "of the field",
+        "ilql",
+        ("targets_follow",),
+        patch="""
+-            target.lerp_(parameter, alpha)
++            target.lerp_(parameter, 1 - alpha)
+""",
+    ),
+    Bug(
+        "decay_for_rate",
+        "a running baseline moves by its decay",
+        "of the field",
+        "_sound_ema_baseline",
+        ("targets_follow",),
+        patch="""
+-        self.baseline = self.method.decay * before + (1 - self.method.decay) * total / count
++        self.baseline = (1 - self.method.decay) * before + self.method.decay * total / count
+""",
+    ),
     Bug(
         "target_never_synced",
         "the target network stays what it was",
@@ -1099,8 +1145,8 @@ BUGS = (
         "kto",
         ("effects_as_declared",),
         patch="""
--        weights = torch.where(desirable, method.desirable_weight, method.undesirable_weight)
-+        weights = torch.where(desirable, method.undesirable_weight, method.desirable_weight)
+-        weights = torch.where(batch.desirable, method.desirable_weight, method.undesirable_weight)
++        weights = torch.where(batch.desirable, method.undesirable_weight, method.desirable_weight)
 """,
     ),
     Bug(
@@ -1193,8 +1239,9 @@ BUGS = (
         "kto",
         ("nothing_is_clipped",),
         patch="""
--        return kto_loss(margins, weights).mean(), {
-+        return kto_loss(margins.clamp(-1, 1), weights).mean(), {
+-        weights = torch.where(batch.desirable, method.desirable_weight, method.undesirable_weight)
++        weights = torch.where(batch.desirable, method.desirable_weight, method.undesirable_weight)
++        margins = margins.clamp(-1, 1)
 """,
     ),
     Bug(
@@ -1364,8 +1411,8 @@ BUGS = (
         "kto",
         ("effects_as_declared",),
         patch="""
--        point = torch.zeros_like(rewards) if batch.kl is None else method.beta * batch.kl.clamp(min=0)
-+        point = torch.zeros_like(rewards) if batch.kl is None else method.beta * batch.kl
+-        margins, told = self.margins(batch, 0.0 if kl is None else method.beta * kl.clamp(min=0))
++        margins, told = self.margins(batch, 0.0 if kl is None else method.beta * kl)
 """,
     ),
     Bug(
@@ -1375,8 +1422,8 @@ BUGS = (
         "kto",
         ("effects_as_declared", "gradient_in_expectation"),
         patch="""
--        point = torch.zeros_like(rewards) if batch.kl is None else method.beta * batch.kl.clamp(min=0)
-+        point = torch.zeros_like(rewards) if batch.kl is None else batch.kl.clamp(min=0)
+-        margins, told = self.margins(batch, 0.0 if kl is None else method.beta * kl.clamp(min=0))
++        margins, told = self.margins(batch, 0.0 if kl is None else kl.clamp(min=0))
 """,
     ),
     Bug(

@@ -281,8 +281,9 @@ OF_EXPECTATION = (
         "kto",
         ("gradient_in_expectation",),
         patch="""
--        return kto_loss(margins, weights).mean(), {
-+        return kto_loss(method.beta * margins, weights).mean(), {
+-        return kto_loss(margins, weights).mean(), {**told, **({} if kl is None else {"policy/kl": Mean.of(kl)})}
++        told |= {} if kl is None else {"policy/kl": Mean.of(kl)}
++        return kto_loss(method.beta * margins, weights).mean(), told
 """,
     ),
     Bug(
@@ -409,8 +410,8 @@ OF_ESTIMATES = (
         "online_dpo",
         ("estimates_as_declared",),
         patch="""
--                "policy/kl_per_token": Mean.of(kl_k3(logprobs, ref_logprobs), mask),
-+                "policy/kl_per_token": Mean.of(0.5 * kl_k1(logprobs, ref_logprobs) ** 2, mask),
+-        "policy/kl_per_token": Mean.of(kl_k3(logprobs, ref_logprobs), mask),
++        "policy/kl_per_token": Mean.of(0.5 * kl_k1(logprobs, ref_logprobs) ** 2, mask),
 """,
     ),
 )
@@ -423,8 +424,8 @@ OF_FORMULAS = (
         "grpo",
         ("effects_as_declared",),
         patch="""
--        return (groups != groups[:, :1]).any(1).repeat_interleave(self.method.group_size)
-+        return (groups.amax(1) > groups.mean(1) + 0.5).repeat_interleave(self.method.group_size)
+-        return (groups != groups[:, :1]).flatten(1).any(1).repeat_interleave(size)
++        return (groups.amax(1) > groups.mean(1) + 0.5).flatten(1).any(1).repeat_interleave(size)
 """,
     ),
     Bug(

@@ -184,11 +184,11 @@ class SamplerForgotten(WithSampling):
     """Responses are drawn from one generator for the whole run, of which no checkpoint knows."""
 
     class sampling_class(Sampling):
-        def sample(self, rows: Any, settings: Any, purpose: Any, seeds: Any) -> Any:
+        def sample(self, rows: Any, settings: Any, purpose: Any, seeds: Any, *more: Any) -> Any:
             if purpose == "train":
                 self.draws = getattr(self, "draws", None) or generator(self.config.train.seed, "own")
                 seeds = torch.randint(1 << 30, (len(rows),), generator=self.draws).tolist()
-            return super().sample(rows, settings, purpose, seeds)
+            return super().sample(rows, settings, purpose, seeds, *more)
 
 
 class ScheduleForgotten(WithModels):
@@ -233,16 +233,16 @@ class OneSeedForAll(WithSampling):
     """Samples are drawn by the index of the row in the call, which is the same on all processes."""
 
     class sampling_class(Sampling):
-        def sample(self, rows: Any, settings: Any, purpose: Any, seeds: Any) -> Any:
-            return super().sample(rows, settings, purpose, range(len(rows)))
+        def sample(self, rows: Any, settings: Any, purpose: Any, seeds: Any, *more: Any) -> Any:
+            return super().sample(rows, settings, purpose, range(len(rows)), *more)
 
 
 class DrawnByRank(WithSampling):
     """The process's number is added to the seed of a sample."""
 
     class sampling_class(Sampling):
-        def sample(self, rows: Any, settings: Any, purpose: Any, seeds: Any) -> Any:
-            return super().sample(rows, settings, purpose, [seed ^ self.parallel.rank for seed in seeds])
+        def sample(self, rows: Any, settings: Any, purpose: Any, seeds: Any, *more: Any) -> Any:
+            return super().sample(rows, settings, purpose, [seed ^ self.parallel.rank for seed in seeds], *more)
 
 
 class ShuffledApart(WithCollector):
@@ -312,9 +312,9 @@ class EvaluationDraws(WithSampling):
     class sampling_class(Sampling):
         drawn = 0
 
-        def sample(self, rows: Any, settings: Any, purpose: Any, seeds: Any) -> Any:
+        def sample(self, rows: Any, settings: Any, purpose: Any, seeds: Any, *more: Any) -> Any:
             self.drawn += len(rows)
-            return super().sample(rows, settings, purpose, range(self.drawn - len(rows), self.drawn))
+            return super().sample(rows, settings, purpose, range(self.drawn - len(rows), self.drawn), *more)
 
 
 class ReferenceInTrainMode(Loop):

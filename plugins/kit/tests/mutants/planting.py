@@ -20,7 +20,7 @@ from trainkit_kit.conformance import Result
 
 ROOT = Path(__file__).parents[4]
 SOURCES = [
-    *ROOT.glob("plugins/*/trainkit_*/trainer.py"),
+    *sorted(ROOT.glob("plugins/*/trainkit_*/*.py")),
     *ROOT.glob("examples/plugins/*/trainkit_*.py"),
     *ROOT.glob("plugins/kit/tests/sound/*.py"),
     *ROOT.glob("tests/researchers/*.py"),
@@ -169,8 +169,8 @@ def found_by(results: list[Result]) -> list[str]:
     return [result.check.name for result in results if result.outcome == "failed" and not result.error]
 
 
-def search(bug: Bug) -> tuple[list[str], list[str]]:
-    """The checks of the whole kit that find the bug, and those on which the plugin broke in another way."""
+def search(bug: Bug, only: tuple[str, ...] | None = None) -> tuple[list[str], list[str]]:
+    """The checks that find the bug, of ``only`` or the whole kit, and those on which the plugin broke otherwise."""
     with tempfile.TemporaryDirectory() as made:
-        results = examine(bug, Path(made) / "site")
+        results = examine(bug, Path(made) / "site", only)
     return found_by(results), [f"{each.check.name} ({each.error})" for each in results if each.error]

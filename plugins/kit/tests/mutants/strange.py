@@ -255,8 +255,8 @@ STRANGE = (
         "_sound_vapo",
         ("values_reach_back",),
         patch="""
--                follows = v[t + 1] if t + 1 < length else 0.0
-+                follows = v[t]
+-        advantages, _ = gae(policy.values, rewards, mask, gamma=1.0, lam=lam)
++        advantages, _ = gae(0 * policy.values, rewards, mask, gamma=1.0, lam=lam)
 """,
         missed="bootstrap one state early",
     ),
@@ -290,10 +290,9 @@ STRANGE = (
         "_sound_vapo",
         ("critic_follows_rewards",),
         patch="""
--                total = r[t] + total
--                own[t, 0], own[t, 1] = gain, total
-+                own[t, 0], own[t, 1] = gain, total
-+                total = r[t] + total
+-        _, returns = gae(policy.values, rewards, mask, gamma=1.0, lam=1.0)
++        _, returns = gae(policy.values, rewards, mask, gamma=1.0, lam=1.0)
++        returns = returns - rewards
 """,
     ),
     Bug(
@@ -315,8 +314,9 @@ STRANGE = (
         "_sound_vapo",
         ("values_reach_back",),
         patch="""
--                follows = v[t + 1] if t + 1 < length else 0.0
-+                follows = v[t - 1] if t + 1 < length else 0.0
+-        advantages, _ = gae(policy.values, rewards, mask, gamma=1.0, lam=lam)
++        wrong = zero_masked(policy.values.roll(1, 1) - policy.values.roll(-1, 1), mask)
++        advantages, _ = gae(policy.values, rewards + wrong, mask, gamma=1.0, lam=lam)
 """,
     ),
     Bug(
@@ -326,8 +326,8 @@ STRANGE = (
         "_sound_vapo",
         ("batch_mates",),
         patch="""
--            lam = max(1 - 1 / (self.method.alpha * length), 0.0)
-+            lam = max(1 - 1 / (self.method.alpha * mask.size(1)), 0.0)
+-        lam = (1 - 1 / (self.method.alpha * mask.sum(1))).clamp(min=0)  # [B]
++        lam = max(1 - 1 / (self.method.alpha * mask.size(1)), 0.0)
 """,
     ),
     Bug(
@@ -356,22 +356,22 @@ STRANGE = (
         "own_answers_preferred",
         "the policy's own answers are preferred to the given ones",
         "of the field",
-        "_sound_spin",
+        "spin",
         ("sides_of_pairs",),
         patch="""
--        margins = self.method.beta * ((given - batch.old_chosen) - (own - batch.old_rejected))
-+        margins = self.method.beta * ((own - batch.old_rejected) - (given - batch.old_chosen))
+-        ratios = given - batch.old_chosen, own - batch.old_rejected
++        ratios = own - batch.old_rejected, given - batch.old_chosen
 """,
     ),
     Bug(
         "opponent_that_is_the_policy",
         "log-ratios are those to the current policy, which are always 0",
         "of the field",
-        "_sound_spin",
+        "spin",
         ("gradient_is_that_of_the_loss",),
         patch="""
--        margins = self.method.beta * ((given - batch.old_chosen) - (own - batch.old_rejected))
-+        margins = self.method.beta * ((given - given.detach()) - (own - own.detach()))
+-        ratios = given - batch.old_chosen, own - batch.old_rejected
++        ratios = given - given.detach(), own - own.detach()
 """,
     ),
     Bug(

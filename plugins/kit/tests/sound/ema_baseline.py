@@ -11,7 +11,7 @@ from torch import Tensor
 from trainkit import AccelerateRLTrainer, MethodConfig, Rollouts, TokenBatch, register_trainer
 from trainkit.functional import masked_mean, per_response
 from trainkit.metrics import Mean, Metrics
-from trainkit.testing import Declaration, Structure
+from trainkit.testing import Declaration, Structure, Target
 
 
 class EMABaselineConfig(MethodConfig):
@@ -62,4 +62,11 @@ KIT = Declaration(
     # the average begins at 0, so that it has an effect from the second collection on
     contexts={"decay": {"train.total_steps": 12}},
     structure=(Structure(gradient="policy", surrogate="none", detached=()),),
+    targets={
+        "baseline": Target(
+            lambda trainer: trainer.baseline,
+            lambda trainer: trainer.recorder.pending["reward/mean"].compute(),
+            lambda method: 1 - method.decay,
+        )
+    },
 )

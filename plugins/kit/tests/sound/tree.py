@@ -51,6 +51,7 @@ class TreeTrainer(AccelerateRLTrainer[TreeConfig]):
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
     group = "k"
     encoder_decoders = False
+    images = False  # stems are sampled to texts
 
     def sample(self, rows: list[Row], **overrides: Any) -> Rollouts:
         """Sample a branch for each row, after the stem that all rows of its prompt have."""

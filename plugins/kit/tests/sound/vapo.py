@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
 from trainkit import AccelerateRLTrainer, MethodConfig, Rollouts, TokenBatch, TRLConfig, register_trainer
-from trainkit.functional import clipped_surrogate, masked_mean, place_scores, zero_masked
+from trainkit.functional import clipped_surrogate, gae, masked_mean, place_scores, zero_masked
 from trainkit.metrics import Mean, Metrics
 from trainkit.models import Policy, load_heads, load_model, make_policy
 from trainkit.testing import Declaration, Effect, Structure
@@ -62,17 +61,9 @@ class VAPOTrainer(AccelerateRLTrainer[VAPOConfig]):
         """Return the experience [B, T] of scored responses."""
         sequences, mask, policy = rollouts.sequences, rollouts.sequences.response_mask, self.behaviour(rollouts)
         rewards = zero_masked(place_scores(scores, mask), mask)
-        advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
-        for row, keep in enumerate(mask):
-            r, v, length = rewards[row, keep], policy.values[row, keep], int(keep.sum())
-            lam = max(1 - 1 / (self.method.alpha * length), 0.0)
-            gain, total, own = r.new_zeros(()), r.new_zeros(()), r.new_zeros(length, 2)
-            for t in reversed(range(length)):
-                follows = v[t + 1] if t + 1 < length else 0.0
-                gain = r[t] + follows - v[t] + lam * gain
-                total = r[t] + total
-                own[t, 0], own[t, 1] = gain, total
-            advantages[row, keep], returns[row, keep] = own.T
+        lam = (1 - 1 / (self.method.alpha * mask.sum(1))).clamp(min=0)  # [B]
+        advantages, _ = gae(policy.values, rewards, mask, gamma=1.0, lam=lam)
+        _, returns = gae(policy.values, rewards, mask, gamma=1.0, lam=1.0)
         imitated = mask & (rewards.sum(1, keepdim=True) >= self.method.good)
         return VAPOBatch(sequences, policy.logprobs, advantages, returns, imitated)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
@@ -16,7 +16,7 @@ from torch.nn.functional import cosine_similarity
 from trainkit.data import Batch, Rollouts, Sequences
 from trainkit.plugins import hookimpl
 from trainkit.rollouts import decode
-from trainkit.testing import tiny_gpt2
+from trainkit.testing import Target, tiny_gpt2
 from trainkit.testing.trainers import PROMPTS, SAMPLES
 from trainkit.trainer.accelerate import AccelerateRLTrainer
 from trainkit.trainer.base import BaseRLTrainer
@@ -41,6 +41,7 @@ from trainkit_kit.checks.tools import (
     weights,
 )
 from trainkit_kit.failures import CheckError, require
+from trainkit_kit.stand_in import noted_responses
 from trainkit_kit.subjects import Bench, Subject
 
 
@@ -151,10 +152,13 @@ def given_responses(bench: Bench) -> None:
     """
     made, reward = _Made(), _fractions({})
     usual, trainer = (
-        bench.collected(arguments={"reward_fn": reward}),
+        bench.trainer(arguments={"reward_fn": reward}),
         bench.trainer(callbacks=[made], arguments={"reward_fn": reward}),
     )
-    rollouts = Rollouts.cat(usual.collector.collection.rollouts)
+    given = _given(usual)
+    usual.collect()
+    rollouts = Rollouts.cat(given or usual.collector.collection.rollouts)
+    _samples_further_as(rollouts, trainer)
     trainer.models.build()  # made before its weights are copied
     before = weights(trainer)
     trainer.step(rollouts.queries, rollouts.responses, reward(rollouts.prompts, rollouts.outputs))
@@ -165,6 +169,30 @@ def given_responses(bench: Bench) -> None:
         raise CheckError(f"{error}{_shape_of(bench.subject)}") from None
     after = weights(trainer)
     require(any(not torch.equal(before[name], after[name]) for name in before), "step() changes no weight")
+
+
+def _given(trainer: Any) -> list[Rollouts]:
+    """Return a list that is filled with what `experience` is given, which may sample further responses."""
+    given: list[Rollouts] = []
+    experience = trainer.experience
+
+    def noted(rollouts: Rollouts, scores: Tensor) -> Any:
+        given.append(rollouts)
+        return experience(rollouts, scores)
+
+    trainer.experience = noted
+    return given
+
+
+def _samples_further_as(run: Rollouts, trainer: Any) -> None:
+    """Make `experience` sample what it samples in a run: given responses have no place in the stream of prompts."""
+    experience = trainer.experience
+
+    def placed(rollouts: Rollouts, scores: Tensor) -> Any:
+        trainer.sampling.seeds([*run.rows], "train", trainer.collector.current.seen)  # the given ones are the first
+        return experience(replace(rollouts, rows=run.rows), scores)
+
+    trainer.experience = placed
 
 
 def _shape_of(subject: Subject) -> str:
@@ -470,6 +498,64 @@ def _kept(trainer: Any) -> dict[str, Any]:
     return buffers | {name: repr(getattr(trainer, name)) for name in type(trainer).remembers}
 
 
+@check(where=lambda subject: bool(subject.declaration.targets))
+def targets_follow(bench: Bench) -> None:
+    """Check that each declared target follows its source at its rate, when it moves, and that it moves in a run.
+
+    A rate and its decay exchanged, or a target that is moved twice, leaves a run that learns, from targets that are as
+    old as those of another setting.
+
+    Causes: `decay` where `1 - decay` should be; the arguments of `lerp` exchanged; an update in `loss`, which is called
+    for each micro-batch; a source that is read before the step. Or `source` of the declaration is another quantity.
+    """
+    observed = _Targets(bench.subject.declaration.targets)
+    bench.learnt(callbacks=[observed])
+    require(not observed.astray, "; ".join(observed.astray.values()))
+    still = observed.declared.keys() - observed.moved
+    require(not still, f"a run does not move the target {', '.join(sorted(still))}")
+
+
+class _Targets:
+    """An observer of targets, which notes those that have moved, and how one moves otherwise than declared."""
+
+    def __init__(self, declared: Mapping[str, Target]) -> None:
+        self.declared, self.before = declared, dict[str, Tensor]()
+        self.moved, self.astray = set[str](), dict[str, str]()
+
+    @hookimpl
+    def on_train_begin(self, trainer: Any) -> None:
+        """Note where the targets begin."""
+        self.before = {name: _float64(each.value(trainer)) for name, each in self.declared.items()}
+
+    @hookimpl
+    def on_experience(self, trainer: Any) -> None:
+        """Compare targets that a collection moves."""
+        self._compare(trainer)
+
+    @hookimpl
+    def on_step(self, trainer: Any) -> None:
+        """Compare targets that a step moves."""
+        self._compare(trainer)
+
+    def _compare(self, trainer: Any) -> None:
+        for name, target in self.declared.items():
+            value, before = _float64(target.value(trainer)), self.before[name]
+            if torch.equal(value, before):
+                continue
+            way, rate = _float64(target.source(trainer)) - before, target.rate(trainer.method)
+            off, slack = (value - before - rate * way).norm(), 1e-4 * way.norm() + 1e-6 * before.norm()
+            if off > slack:
+                part = float(((value - before) * way).sum() / way.square().sum())
+                told = f"moves by {part:.4g} of its distance to the source, and its rate is {rate:.4g}"
+                self.astray.setdefault(name, f"the target {name} {told}")
+            self.before[name] = value
+            self.moved.add(name)
+
+
+def _float64(value: float | Tensor) -> Tensor:
+    return torch.as_tensor(value).detach().to("cpu", torch.float64, copy=True)
+
+
 # --------------------------------------------------------------------------------------------------------- precision
 
 
@@ -546,6 +632,7 @@ def bf16_autocast(bench: Bench) -> None:
 def _of_same_responses(rounded: Any, exact: Any) -> Batch:
     """Return the experience that ``rounded`` makes of the responses of ``exact``, or else that of ``exact``.
 
+    It is that of ``exact`` if more is sampled to make experience, which is sampled differently in another precision.
     With log-probabilities at sampling in another precision, a ratio that should be 1 could leave a small clip range.
     """
     batch: Batch = exact.store.experience
@@ -553,9 +640,10 @@ def _of_same_responses(rounded: Any, exact: Any) -> Batch:
         return batch
     parts = [replace(part, logprobs=None, entropy=None) for part in exact.collector.collection.rollouts]
     rounded.sample = lambda *_, **__: parts.pop(0)
+    more = noted_responses(rounded)
     rounded.collect()
     made: Batch = rounded.store.experience
-    return made
+    return batch if more or exact.forks else made
 
 
 def _measured(trainer: Any, batch: Batch) -> tuple[float, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -210,15 +211,18 @@ def sampled_ids(bench: Bench) -> None:
     """Check that the ids that were sampled are the ids that are trained.
 
     Text that is tokenised again may give other ids, which the policy did not sample with the probability that is
-    reinforced. An algorithm whose declared prompts have further columns, such as answers, may train on these, too.
+    reinforced. The prompts are those that the algorithm declares, if it does, in other letters; if they have further
+    columns, such as answers, or it learns from samples too, it may train on these.
 
     Causes: texts of rollouts that are encoded again; a response mask that begins one token early or includes the
     prompt.
     """
     tokenizer = merging_tokenizer()
     columns = further_columns(bench.subject)
-    prompts = [{**dict.fromkeys(columns, "ba"), "prompt": prompt} for prompt in ("a", "b", "ab", "bab")]
-    arguments = {"tokenizer": tokenizer, "prompts": prompts}
+    own = bench.subject.declaration.arguments.get("prompts")
+    prompts = ["a", "b", "ab", "bab"] if own is None else [_in_two_letters(row) for row in own]
+    samples = [(prompt, "ba") for prompt in ("a", "b", "ab", "bab")]
+    arguments = {"tokenizer": tokenizer, "prompts": prompts, "samples": samples}
     trainer = bench.in_one_turn().collected(model=tiny_gpt2(len(tokenizer)), arguments=arguments)
     sampled = {ids for rollouts in trainer.collector.collection.rollouts for ids in ids_of(rollouts.sequences)}
     changed = [r for _, r in sampled if tuple(tokenizer(tokenizer.decode(list(r)))["input_ids"]) != r]
@@ -226,8 +230,17 @@ def sampled_ids(bench: Bench) -> None:
     texts = {(query, tokenizer.decode(list(response))) for query, response in sampled}
     for reading in readings(trainer, weighted(trainer.store.experience)):
         for query, response in ids_of(reading.sequences):
-            given = columns and (query, tokenizer.decode(list(response))) not in texts
+            given = (columns or "samples" in trainer.inputs) and (query, tokenizer.decode(list(response))) not in texts
             require(given or (query, response) in sampled, f"{query} → {response} is trained but was never sampled")
+
+
+def _in_two_letters(value: Any, key: str = "") -> Any:
+    """Return a row, or a part of it, with texts of the letters of `merging_tokenizer`; roles of messages are kept."""
+    if isinstance(value, str) and key != "role":
+        return "".join("ab"[ord(letter) % 2] for letter in value)
+    if isinstance(value, Mapping):
+        return {name: _in_two_letters(each, name) for name, each in value.items()}
+    return [_in_two_letters(each) for each in value] if isinstance(value, list) else value
 
 
 def further_columns(subject: Subject) -> list[str]:
@@ -310,15 +323,66 @@ def encoder_decoder(bench: Bench) -> None:
     for ids, credit in read:
         counted = int((credit.abs() > noise).sum())
         require(counted in (0, len(credit)), f"for {ids} the loss reads {counted} of {len(credit)} response tokens")
-    whole, share = gradient(trainer, batch), batch.weight
-    parts = [gradient(trainer, micro) * (micro.weight / share) for micro in batch.split(3)]
-    require_close(torch.stack(parts).sum(0), whole, "gradients of an encoder-decoder in micro-batches of 3 and whole")
+    _require_one_gradient(trainer, "an encoder-decoder")
     if has_a_first_ratio(bench.subject):
         require_one_policy(bench, model=tiny_t5(VOCABULARY, dropout_rate=0.5), rollout__temperature=0.7)
     before = weights(trainer)
     trainer.learn()
     moved = [name for name, tensor in weights(trainer).items() if not torch.equal(tensor, before[name])]
     require(moved, "a run on an encoder-decoder changes no weight")
+
+
+def _require_one_gradient(trainer: Any, what: str) -> None:
+    batch = trainer.store.experience
+    whole, share = gradient(trainer, batch), batch.weight
+    parts = [gradient(trainer, micro) * (micro.weight / share) for micro in batch.split(3)]
+    require_close(torch.stack(parts).sum(0), whole, f"gradients of {what} in micro-batches of 3 and whole")
+
+
+def trains_on_images(subject: Subject) -> bool:
+    """Return whether the subject can learn from prompts with images, and Pillow, which reads them, is there."""
+    can = subject.language and subject.trainer_class.images and not subject.needs_environment
+    return can and find_spec("PIL") is not None
+
+
+@check(where=trains_on_images)
+def images(bench: Bench) -> None:
+    """Check that a model that reads images learns from prompts with images of different sizes.
+
+    Means are exact, no token of an image is trained, the policy before the first update is the one that sampled, what
+    reads the images is trained, and a resumed run ends bit-equal. A trainer that learns from text alone sets
+    ``images = False``, and is not checked; neither is one that needs an environment.
+
+    Causes: sequences that are made again from token ids, without `Sequences.images`; rows that are reordered, and their
+    images not; `policy.model` called directly instead of `self.policy`.
+    """
+    from trainkit.testing.images import idefics_processor, pictured, tiny_idefics3
+
+    processor = idefics_processor()
+    given: dict[str, Any] = {
+        "model": tiny_idefics3(processor.tokenizer),
+        "arguments": {"tokenizer": processor, **pictured(bench.subject.inputs)},
+    }
+    trainer = bench.collected(**given)
+    token = trainer.text.model_config.image_token_id
+    for reading in readings(trainer, trainer.store.experience):
+        rows = reading.sequences
+        require(rows.images is not None, "the loss calls the policy without the images of the prompts")
+        require(not (rows.response_mask & (rows.input_ids == token)).any(), "tokens of images are trained")
+    _require_one_gradient(trainer, "a model that reads images")
+    place, logged = bench.place(), Logged()
+    bench.learnt(place, callbacks=[logged], **given, train__save_interval=1, train__total_steps=1)
+    if has_a_first_ratio(bench.subject):
+        _require_unmoved(logged.steps[1], from_start=not bench.subject.chooses_reference)
+    resumed = bench.learnt(place, **given, train__save_interval=1, train__total_steps=2, train__resume="auto")
+    straight = bench.trainer(**given, train__save_interval=1, train__total_steps=2)
+    before = weights(straight)
+    straight.learn()
+    moved = [name for name, tensor in weights(straight).items() if not torch.equal(tensor, before[name])]
+    require(any("vision" in name for name in moved), "a run changes nothing in what reads images")
+    require_same_weights(
+        weights(straight), weights(resumed), "weights of an uninterrupted and of a resumed run on images"
+    )
 
 
 @check(where=lambda subject: subject.language)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trainkit.data import Batch
+from trainkit.data import Batch, Pipeline
 from trainkit.trainer.accelerate import AccelerateRLTrainer
 from trainkit_kit.checking import check
 from trainkit_kit.checks.tools import (
@@ -148,7 +148,7 @@ def _in_parts_of(bench: Bench, size: int) -> Any:
     trainer = bench.trainer(rollout__batch_size=size)
     if trainer.online:
         rows = [{**row, "seed": seed} for seed, row in enumerate(trainer.pipeline.rows)]
-        trainer.add_prompt_pipeline(rows)
+        trainer.add_prompt_pipeline(Pipeline(rows, seed=trainer.config.train.seed))
     apart(trainer).collect()
     return trainer
 

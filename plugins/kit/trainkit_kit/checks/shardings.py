@@ -9,13 +9,13 @@ from pydantic import TypeAdapter
 
 from trainkit.config import ShardingEntry
 from trainkit.errors import ConfigError
-from trainkit.plugins import available_trainers, get_sharding, get_trainer
+from trainkit.plugins import available_trainers, get_sharding
 from trainkit.testing.trainers import tiny_trainer
 from trainkit_kit.checking import check
 from trainkit_kit.checks.tools import require_close, require_same_weights
 from trainkit_kit.failures import require
 from trainkit_kit.launching import launch
-from trainkit_kit.subjects import Bench
+from trainkit_kit.subjects import Bench, Subject
 
 SAME = 1e-5
 """How much weights may differ after six steps."""
@@ -34,7 +34,7 @@ def _accepted(bench: Bench, *, online: bool = False) -> list[str]:
     made = get_sharding(bench.subject.name).made(Accelerator(), None if isinstance(entry, str) else entry)
     found, told = [], []
     for name in available_trainers():
-        if online and not getattr(get_trainer(name), "rewarded", False):
+        if online and not Subject(name).rewarded:
             continue
         try:
             made.check(tiny_trainer(name, bench.place()).config)

@@ -222,7 +222,7 @@ def _refused(subject: Subject, name: str, value: Any) -> None:
 
 
 def _missing_inputs(bench: Bench) -> None:
-    data = "prompts" if bench.subject.online else "samples"
+    data = "samples" if "samples" in bench.subject.inputs else "prompts"
     trainer = bench.trainer()
     trainer.pipeline = None
     text = _message(DataError, trainer.learn, f"learn() without {data}")

@@ -93,6 +93,8 @@ class Need:
     """The same of the passes over single tokens."""
     cache: int
     """Of both, the cache of keys and values."""
+    narrow: float = 1.0
+    """The part of the bytes of weights in which FSDP2 gathers them."""
     again: Callable[[int], int] = field(repr=False, default=int)
     """Returns `update` for another number of rows."""
 
@@ -222,7 +224,13 @@ def _passes(trainer: Any, counter: Counter, lengths: Lengths, example: Batch, gi
         prefill=prefill,
         decoding=decoding,
         cache=cache,
+        narrow=_narrow(trainer.config),
     )
+
+
+def _narrow(config: TRLConfig[Any]) -> float:
+    low = config.train.mixed_precision == "bf16" and config.model.dtype in (None, "float32")
+    return 0.5 if low else 1.0
 
 
 def _tensors_in(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

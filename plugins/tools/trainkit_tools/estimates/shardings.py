@@ -65,9 +65,9 @@ def plan(need: Need, sharding: str, processes: int) -> Plan:
     weights, gradients = need.weights / share, need.gradients / share
     optimizer, reference = need.optimizer / share, need.reference / share
     trained = need.gradients / max(need.weights, 1)
-    gathered = 2 * need.block + need.root if divided else 0
+    gathered = need.narrow * (2 * need.block + need.root) if divided else 0
     unreduced = trained * (need.block + need.root) if divided else 0
-    root = need.reference_root if divided else 0
+    root = need.narrow * need.reference_root if divided else 0
     offloaded = need.leaves and not divided and need.reference >= SMALLEST
     stays = 0 if offloaded else reference + root
     alone = not divided and need.rows * processes >= need.batch
@@ -78,8 +78,8 @@ def plan(need: Need, sharding: str, processes: int) -> Plan:
         Phase("step", weights, gradients, optimizer, stays, need.step / share),
         Phase("saving", weights + (need.weights if verify and not divided else 0), 0, optimizer, stays),
     ]
-    whole = need.weights if divided and need.sampling else 0
-    compared = need.reference if divided and need.sampling else root
+    whole = need.narrow * need.weights if divided and need.sampling else 0
+    compared = need.narrow * need.reference if divided and need.sampling else root
     if need.experience:
         phases.append(
             Phase("experience", weights + (whole or gathered), 0, optimizer, reference + compared, need.experience)

@@ -430,7 +430,7 @@ class WithValueHead(PreTrainedModelWrapper):
         else:
             inputs = arguments(self.base_model).bind_partial(**kwargs).arguments
             read: dict[str, Any] = {name: value for name, value in inputs.items() if name in READ}
-            outputs, last = branch.states(run, {**read, "use_cache": False}, None)
+            outputs, last = branch.states(run, {**read, "use_cache": False})
             value = self.v_head(last)
         names = [each.name for each in fields(self.output_class) if getattr(outputs, each.name, None) is not None]
         found = {**{name: outputs[name] for name in names}, "logits": outputs.logits.float(), "value": value}
