@@ -235,6 +235,16 @@ def text_of(driver: Any, found: str) -> str:
     return str(driver.find_element("css selector", found).text)
 
 
+def follow(driver: Any, by: str, found: str) -> None:
+    """Clicks on a link or a button and waits for the page that it opens: a click returns before its page is there."""
+    from selenium.webdriver.support.expected_conditions import staleness_of
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    body = driver.find_element("tag name", "body")
+    driver.find_element(by, found).click()
+    WebDriverWait(driver, 20).until(staleness_of(body))
+
+
 def test_the_page_of_a_run_follows_it_and_leaves_what_is_open(opened: Opened, served: tuple[Path, str]) -> None:
     from selenium.webdriver.support.ui import WebDriverWait
 
@@ -277,9 +287,9 @@ def test_a_rollout_is_found_and_its_tokens_are_coloured_by_what_is_chosen(
     run, address = served
     driver = opened(address)
     driver.find_element("css selector", "[name=text]").send_keys("2 CATS")
-    driver.find_element("css selector", "form button").click()
+    follow(driver, "css selector", "form button")
     assert len(driver.find_elements("css selector", "#rollouts tbody tr")) == 1
-    driver.find_element("css selector", "#rollouts tbody a").click()
+    follow(driver, "css selector", "#rollouts tbody a")
     seen = {}
     for name in ("logprob", "kl"):
         driver.find_element("id", f"by-{name}").click()
@@ -291,7 +301,7 @@ def test_a_rollout_is_found_and_its_tokens_are_coloured_by_what_is_chosen(
     (run / "newest.jsonl").write_text("")  # a newer collection takes its place
     time.sleep(5)
     assert len(driver.find_elements("css selector", ".t")) == 3
-    driver.find_element("link text", "Close").click()
+    follow(driver, "link text", "Close")
     assert driver.find_element("css selector", "[name=text]").get_attribute("value") == "2 CATS"
 
 
@@ -302,9 +312,9 @@ def test_the_page_of_a_run_works_without_javascript(opened: Opened, served: tupl
         assert "Without JavaScript" in text_of(driver, "#status")
         assert driver.find_elements("css selector", "noscript meta[http-equiv=refresh]")
         driver.find_element("css selector", "[name=least]").send_keys("1")
-        driver.find_element("css selector", "form button").click()
+        follow(driver, "css selector", "form button")
         assert len(driver.find_elements("css selector", "#rollouts tbody tr")) > 1
-        driver.find_element("link text", "tokens").click()
+        follow(driver, "link text", "tokens")
         assert len(driver.find_elements("css selector", ".t")) == 3
     finally:
         driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
@@ -313,7 +323,7 @@ def test_the_page_of_a_run_works_without_javascript(opened: Opened, served: tupl
 @pytest.mark.parametrize("width", [390, 1200])
 def test_the_page_of_a_run_is_no_wider_than_the_window(opened: Opened, served: tuple[Path, str], width: int) -> None:
     driver = opened(served[1])
-    driver.find_element("link text", "tokens").click()
+    follow(driver, "link text", "tokens")
     with width_of(driver, width):
         assert driver.execute_script("return document.documentElement.scrollWidth") <= width
 
