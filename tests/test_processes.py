@@ -22,6 +22,8 @@ from trainkit.testing.trainers import language_trainers
 
 STEPS: dict[str, dict[str, Any]] = {
     "means over a step": {"name": "dpo", "method__loss_type": "kto_pair"},
+    "ranks over a step": {"name": "dpo", "method__loss_type": "aot_unpaired"},
+    "ranks of some pairs": {"name": "dpo", "method__loss_type": "aot"},
     "no weight in one process": {"name": "dpo"},
 }
 
@@ -48,7 +50,9 @@ for name, changes in json.loads(sys.argv[2]).items():
     ragged = [torch.arange(cut), torch.arange(cut, len(batch))][rank] if world == 2 else torch.arange(len(batch))
     if name == "no weight in one process":
         batch.decided[:cut] = False
-    if name == "means over a step":
+    if name == "ranks of some pairs":
+        batch.decided[1::3] = False
+    if "over a step" in name:
         batch.ref_chosen.mul_(1.5), batch.ref_rejected.mul_(1.5)
     alone.models.build()
     alone.optimizer.optimizer.register_step_pre_hook(

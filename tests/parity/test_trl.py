@@ -170,6 +170,8 @@ def test_sft_follows_trl(model_path: str, tmp_path: Path) -> None:
         ({"loss_type": "hinge"}, {"loss_type": "hinge"}),
         ({"loss_type": "ipo", "beta": 0.5}, {"loss_type": "ipo", "beta": 0.5}),
         ({"loss_type": "robust", "label_smoothing": 0.1}, {"loss_type": "robust", "label_smoothing": 0.1}),
+        ({"loss_type": "aot"}, {"loss_type": "aot"}),
+        ({"loss_type": "aot_unpaired", "label_smoothing": 0.1}, {"loss_type": "aot_unpaired", "label_smoothing": 0.1}),
         ({"loss_type": "exo_pair", "label_smoothing": 0.1}, {"loss_type": "exo_pair", "label_smoothing": 0.1}),
         *(
             ({"loss_type": name, "beta": beta}, {"loss_type": name, "beta": beta})

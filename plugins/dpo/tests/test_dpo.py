@@ -39,8 +39,9 @@ LOSSES = {
     "exo_pair": {"method__loss_type": "exo_pair", "method__label_smoothing": 0.2},
     **{
         name: {"method__loss_type": name}
-        for name in ("sigmoid_norm", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop")
+        for name in ("sigmoid_norm", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop", "aot")
     },
+    "aot_unpaired": {"method__loss_type": "aot_unpaired", "method__label_smoothing": 0.2},
     "reference-free": {"method__reference_free": True},
 }
 every_loss = pytest.mark.parametrize("changes", LOSSES.values(), ids=LOSSES)
@@ -176,6 +177,9 @@ def test_a_step_follows_the_gradient_of_the_formula_in_float64(changes: dict[str
         sides.append(total / mask.sum(1) if normal else total)
     c, r, b, e = *sides, method.beta, method.label_smoothing
     y = b * (c - r)
+    ref = (batch.ref_chosen - batch.ref_rejected).double()
+    moved = {"aot": lambda: (c - r + ref).sort().values - ref.sort().values}
+    moved["aot_unpaired"] = lambda: c.sort().values - r.sort().values
     formula = {
         "sigmoid": lambda: -(1 - e) * torch.sigmoid(y).log() - e * torch.sigmoid(-y).log(),
         "hinge": lambda: (1 - y).clamp(min=0),
@@ -198,6 +202,10 @@ def test_a_step_follows_the_gradient_of_the_formula_in_float64(changes: dict[str
         "apo_zero": lambda: 1 - torch.sigmoid(b * c) + torch.sigmoid(b * r),
         "apo_down": lambda: torch.sigmoid(b * c) + 1 - torch.sigmoid(y),
         "discopop": lambda: -torch.sigmoid(-20 * y) * torch.sigmoid(y).log() + torch.sigmoid(20 * y) * (-y).exp(),
+        **{
+            name: lambda moved=z: -(1 - e) * torch.sigmoid(b * moved()).log() - e * torch.sigmoid(-b * moved()).log()
+            for name, z in moved.items()
+        },
     }[method.loss_type]().mean()
     expected = torch.cat([g.flatten() for g in torch.autograd.grad(formula, list(policy.parameters()))])
     torch.testing.assert_close(gradient(trainer, batch), expected, rtol=1e-3, atol=1e-5)

@@ -11,8 +11,12 @@ from trainkit import (
     MethodConfig,
 )
 
-ALONE = ("kto_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down")
-"""Losses that compare each side with the reference, not one side with the other alone."""
+SORTED = ("aot", "aot_unpaired")
+"""Losses of optimal transport, which sort the pairs of a step."""
+ALONE = ("kto_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", *SORTED)
+"""Losses that compare each side, or a sorted one, with the reference, not one side with the other alone."""
+SMOOTHED = ("sigmoid", "robust", "exo_pair", *SORTED)
+"""Losses that know of pairs whose labels are flipped."""
 
 
 class DPOConfig(MethodConfig):
@@ -24,13 +28,14 @@ class DPOConfig(MethodConfig):
     """The registered name."""
     loss_type: Literal[
         "sigmoid", "hinge", "ipo", "robust", "kto_pair", "sigmoid_norm", "exo_pair", "nca_pair", "bco_pair",
-        "sppo_hard", "apo_zero", "apo_down", "discopop",
+        "sppo_hard", "apo_zero", "apo_down", "discopop", "aot", "aot_unpaired",
     ] = "sigmoid"  # fmt: skip
     """The loss of a pair; the README of trainkit-dpo has the equations."""
     beta: float = Field(0.1, gt=0)
     """β: implicit reward per nat of log-ratio to the reference; for `ipo`, the τ of the paper."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """ε: the assumed share of pairs whose labels are flipped; for `sigmoid`, required for `robust` and `exo_pair`."""
+    """ε: the assumed share of pairs whose labels are flipped; for `sigmoid`, `aot` and `aot_unpaired`, required for
+    `robust` and `exo_pair`."""
     ipo_length_normalize: bool = True
     """For `ipo`: use the mean of a response's log-probabilities over tokens, as its authors do, instead of the sum."""
     reference_free: bool = False
@@ -38,9 +43,9 @@ class DPOConfig(MethodConfig):
 
     @model_validator(mode="after")
     def _settings_fit_the_loss(self) -> Self:
-        if self.label_smoothing and self.loss_type not in ("sigmoid", "robust", "exo_pair"):
+        if self.label_smoothing and self.loss_type not in SMOOTHED:
             raise ValueError(
-                f"label_smoothing is for loss_type 'sigmoid', 'robust' or 'exo_pair', not {self.loss_type!r}"
+                f"label_smoothing is for loss_type {', '.join(map(repr, SMOOTHED))}, not {self.loss_type!r}"
             )
         if self.loss_type == "robust" and not self.label_smoothing:
             raise ValueError("loss_type 'robust' without label_smoothing is 'sigmoid'; give the share of wrong labels")

@@ -17,7 +17,7 @@ def mean_of_three(trainer: Any) -> float:
     """Return the mean loss of pairs whose log-ratios differ by 2, −1 and 0, with KL estimates of 0."""
     chosen, zeros = torch.tensor([2.0, -1.0, 0.0]), torch.zeros(3)
     pairs = trainer.store.experience.select(torch.arange(3))
-    batch = type(pairs)(**{**pairs.parts(), "chosen_kl": zeros, "rejected_kl": zeros})
+    batch = type(pairs)(**{**pairs.parts(), "chosen_kl": zeros, "rejected_kl": zeros, "beside": torch.zeros(3, 2)})
     return float(trainer.losses(chosen, zeros, batch).mean())
 
 
@@ -59,6 +59,8 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
                 "apo_zero": 0.991715,
                 "apo_down": 1.0,
                 "discopop": 0.816246,
+                "aot": 0.678561,
+                "aot_unpaired": 0.685854,
             },
         ),
         Effect(mean_of_three, equals={"robust": 0.674394, "exo_pair": 0.494696}, under={"method.label_smoothing": 0.1}),
@@ -114,6 +116,19 @@ def pairs_of_the_papers(world: World) -> Tensor:
     return losses[method.loss_type].mean()
 
 
+def pairs_in_order(world: World) -> Tensor:
+    """Return the loss `sigmoid` of differences in sorted order, as Melnyk et al. 2024 have it.
+
+    For pairs, those of the margins of the policy and of the reference; without pairs, those of r_c and r_r.
+    """
+    method, (c, r) = world.method, (world.logprobs - world.ref_logprobs).sum(1).chunk(2)
+    if method.loss_type == "aot":
+        c, r = (x[0] - x[1] for x in (each.sum(1).chunk(2) for each in (world.logprobs, world.ref_logprobs)))
+    x = method.beta * (c.sort().values - r.sort().values)
+    loss: Tensor = -((1 - method.label_smoothing) * F.logsigmoid(x) + method.label_smoothing * F.logsigmoid(-x)).mean()
+    return loss
+
+
 def kto_of_pairs(world: World) -> Tensor:
     """Return half of 1 − σ(β(r_c − z_r)) + 1 − σ(β(z_c − r_r)), z the mean of r if it is positive, without gradient."""
     ratios = (world.logprobs - world.ref_logprobs).sum(1).chunk(2)
@@ -155,6 +170,8 @@ OF_PAIRS = (
         for loss in ("nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop")
     ),
     Structure(gradient=kto_of_pairs, under={"method.loss_type": "kto_pair"}),
+    Structure(gradient=pairs_in_order, under={"method.loss_type": "aot", "method.label_smoothing": 0.2}),
+    Structure(gradient=pairs_in_order, under={"method.loss_type": "aot_unpaired", "method.beta": 0.3}),
 )
 ESTIMATES = Structure(unbiased=("policy/kl", "policy/kl_per_token"), non_negative=("policy/kl_per_token",))
 OF_GROUPS = Structure(scores="group", surrogate="none", detached=())

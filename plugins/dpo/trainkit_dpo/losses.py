@@ -34,6 +34,19 @@ def kto_pair_losses(
     return 1 - F.sigmoid(beta * (chosen - against_chosen)), 1 - F.sigmoid(beta * (against_rejected - rejected))
 
 
+def unpaired_aot_loss(
+    chosen: Tensor, rejected: Tensor, beside_chosen: Tensor, beside_rejected: Tensor, *, beta: float, smoothing: float
+) -> Tensor:
+    """Return ½ (f(r_c − b_c) + f(b_r − r_r)), f the loss `sigmoid`, with the gradient of their sum. [*] ×4 -> [*].
+
+    b_c is the r_r of the same rank among all pairs, and b_r the r_c, without gradient: the mean over all pairs is that
+    of f(r_c − r_r) over both sides in sorted order. Source: Melnyk et al. 2024, the unpaired form.
+    """
+    margins = torch.stack([chosen - beside_chosen.detach(), beside_rejected.detach() - rejected])
+    both: Tensor = sigmoid_loss(margins, beta=beta, label_smoothing=smoothing).sum(0)
+    return both - both.detach() / 2
+
+
 def exo_loss(margins: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
     """Return KL(p ‖ q) for p = (σ(βx), σ(−βx)) and the labels q = (1 − ε, ε). [*] -> [*].
 

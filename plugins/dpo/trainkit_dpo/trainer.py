@@ -25,12 +25,13 @@ from trainkit.functional import (
     masked_sum,
     per_response,
     preference_accuracy,
+    sigmoid_loss,
     zero_masked,
 )
 from trainkit.metrics import Mean, Metrics
 from trainkit.models import TokenOutputs, response_logprobs
-from trainkit_dpo.config import BestOfKConfig, DPOConfig, OnlineDPOConfig
-from trainkit_dpo.losses import LOSSES, kto_pair_losses
+from trainkit_dpo.config import SORTED, BestOfKConfig, DPOConfig, OnlineDPOConfig
+from trainkit_dpo.losses import LOSSES, kto_pair_losses, unpaired_aot_loss
 
 # ----------------------------------------------------------------------------------------------------- experience
 
@@ -47,6 +48,8 @@ class DPOBatch(Preferences):
     """For `kto_pair`: mean of log π − log π_ref over the chosen responses of the whole step, repeated [B]."""
     rejected_kl: Tensor | None = None
     """For `kto_pair`: the same mean over the rejected responses [B]."""
+    beside: Tensor | None = None
+    """For `aot` and `aot_unpaired`: what has the rank of the pair, or of each of its sides, in the step [B, 2]."""
 
     @property
     def weight(self) -> Tensor:
@@ -141,7 +144,9 @@ class PairTrainer(AccelerateRLTrainer[C]):
         return chosen, rejected
 
     def prepare_step(self, batch: DPOBatch) -> DPOBatch:
-        """Compute the KL estimates of `kto_pair`, which are means over the step and not over a micro-batch (law 3)."""
+        """Compute what the losses need of the whole step and not of a micro-batch (law 3): mean KL, or ranks."""
+        if self.method.loss_type in SORTED:
+            return replace(batch, beside=self.beside(batch))
         if self.method.loss_type != "kto_pair":
             return batch
 
@@ -154,11 +159,38 @@ class PairTrainer(AccelerateRLTrainer[C]):
         chosen_kl, rejected_kl = ((part / total[2]).expand(len(batch)) for part in total[:2])
         return replace(batch, chosen_kl=chosen_kl, rejected_kl=rejected_kl)
 
+    @torch.no_grad()
+    def beside(self, batch: DPOBatch) -> Tensor:
+        """Return for each pair what has its rank in sorted order, among the pairs of all processes. -> [B, 2].
+
+        For `aot`, this is the margin of the reference in the place of the policy's, less the pair's own. For
+        `aot_unpaired`, it is r_r in the place of r_c, and r_c in the place of r_r.
+        """
+        read = self.in_micro_batches(batch, lambda micro: torch.stack(self.read(self.unwrapped, micro), dim=1))
+        ref = torch.stack([batch.ref_chosen, batch.ref_rejected], dim=1)
+        paired = self.method.loss_type == "aot"
+        sides = torch.stack([read[:, 0] - read[:, 1], ref[:, 0] - ref[:, 1]], dim=1) if paired else read - ref
+        mine, first = sides[batch.decided].tolist(), self.gather([int(batch.decided.sum())])
+        every = torch.tensor(self.gather(mine)).view(-1, 2)
+        ordered, order = every.sort(dim=0, stable=True)
+        start = sum(first[: self.accelerator.process_index])
+        ranks = order.argsort(dim=0)[start : start + len(mine)]
+        found = torch.stack([ordered[ranks[:, 0], 1], ordered[ranks[:, 1], 0]], dim=1).to(sides.device)
+        beside = torch.zeros_like(sides)
+        beside[batch.decided] = found - sides[batch.decided][:, 1:] if paired else found
+        return beside
+
     def losses(self, chosen: Tensor, rejected: Tensor, batch: DPOBatch) -> Tensor:
         """Return the loss of each pair, from log π − log π_ref of its two sides. [B] ×2 -> [B]."""
         method = self.method
         if (loss := LOSSES.get(method.loss_type)) is not None:
             return loss(chosen, rejected, method.beta, method.label_smoothing)
+        if method.loss_type in SORTED:
+            assert batch.beside is not None, "prepare_step has seen the whole step"
+            below, above = batch.beside.unbind(1)
+            if method.loss_type == "aot":
+                return sigmoid_loss(chosen - rejected - below, beta=method.beta, label_smoothing=method.label_smoothing)
+            return unpaired_aot_loss(chosen, rejected, below, above, beta=method.beta, smoothing=method.label_smoothing)
         assert batch.chosen_kl is not None, "prepare_step has seen the whole step"
         assert batch.rejected_kl is not None, "prepare_step has seen the whole step"
         sides = kto_pair_losses(chosen, rejected, batch.chosen_kl, batch.rejected_kl, beta=method.beta)

@@ -63,7 +63,7 @@ def completions(value: Any, _context: Context) -> Settings:
 
 PAIRS = (
     *("sigmoid", "hinge", "ipo", "robust", "sigmoid_norm", "exo_pair", "nca_pair", "bco_pair", "sppo_hard"),
-    *("apo_zero", "apo_down", "discopop"),
+    *("apo_zero", "apo_down", "discopop", "aot", "aot_unpaired"),
 )
 """Losses that DPO has in TRL and here."""
 
@@ -72,8 +72,7 @@ def preference_loss(value: Any, _context: Context) -> Settings:
     """Return the loss of a pair; TRL takes a list of names too."""
     names = [value] if isinstance(value, str) else list(value)
     if len(names) != 1 or names[0] not in PAIRS:
-        sorts = ", and those of 'aot' sort the pairs of a micro-batch, so they depend on its size"
-        raise RefusedError(f"given {value!r}; trainkit-dpo has one loss of {', '.join(PAIRS)}{sorts}")
+        raise RefusedError(f"given {value!r}; trainkit-dpo has one loss of {', '.join(PAIRS)}")
     return {"method.loss_type": names[0]}
 
 

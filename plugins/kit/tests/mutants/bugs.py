@@ -1881,6 +1881,17 @@ BUGS = (
 """,
     ),
     Bug(
+        "own_place_in_sorted_order",
+        "margins are sorted, but compared with what the order of the reference has in the place of the pair itself",
+        "of the field",
+        "dpo",
+        ("gradient_in_expectation",),
+        patch="""
+-        ranks = order.argsort(dim=0)[start : start + len(mine)]
++        ranks = order[start : start + len(mine)]
+""",
+    ),
+    Bug(
         "synced_one_step_early",
         "targets are updated one step before their interval is over",
         "of the field",
