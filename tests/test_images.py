@@ -41,7 +41,7 @@ from trainkit.trainer.inference import load_tried
 from trainkit_kit.copying import registered
 from trainkit_report.report import report
 from trainkit_tools.conversation import Conversation
-from vision import FAMILIES, family, vision_trainer
+from vision import FAMILIES, ImagesOnly, family, vision_trainer
 
 KINDS = [pytest.param(kind, marks=() if kind == "qwen2_vl" else pytest.mark.slow) for kind in FAMILIES]
 
@@ -216,62 +216,86 @@ def test_an_observation_with_an_image_is_refused(tmp_path: Path) -> None:
 METHODS = [name for name in language_trainers() if get_trainer(name).images]
 ALSO = ("sft", "dpo", "reward", "grpo", "rloo", "ppo")
 LIGHT = {"optimizer__name": "sgd", "optimizer__lr": 0.05}
+TOWERS = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), "visual"),
+    **dict.fromkeys(("llava", "gemma3"), "vision_tower"),
+    **dict.fromkeys(("idefics3", "smolvlm"), "vision_model"),
+}
+"""The part of a family's model that reads images."""
+LANGUAGES = dict.fromkeys(("idefics3", "smolvlm"), "text_model")
 
 
-def changed(trainer: Any) -> set[str]:
-    """Make two steps; return the parts of the model whose parameters have changed."""
+def started(kind: str, method: str, run_dir: Path, **changes: Any) -> Any:
+    """Return a trainer whose model has read images before: the projection of Gemma 3 begins at 0."""
+    trainer = vision_trainer(kind, method, run_dir, **changes)
+    trainer.models.build()
+    for name, value in trainer.unwrapped.named_parameters():
+        if not value.any() and "projection" in name:
+            torch.nn.init.normal_(value, std=0.1, generator=torch.Generator().manual_seed(1))
+    return trainer
+
+
+def changed(trainer: Any, kind: str) -> set[str]:
+    """Make the steps of a run; return the parts of the model whose parameters have changed."""
     trainer.models.build()
     before = {name: value.clone() for name, value in trainer.unwrapped.named_parameters()}
     trainer.learn()
     after = dict(trainer.unwrapped.named_parameters())
     names = {name for name, value in before.items() if not torch.equal(value, after[name])}
-    return {part for part in ("visual", "language_model", "lora", "lm_head", "head") if any(part in n for n in names)}
+    parts = {"vision": TOWERS[kind], "language": LANGUAGES.get(kind, "language_model"), "lora": "lora"}
+    return {part for part, inside in parts.items() if any(f".{inside}" in name for name in names)}
 
 
-@pytest.mark.parametrize(
-    "method", [pytest.param(name, marks=pytest.mark.slow if name in ALSO else pytest.mark.weekly) for name in METHODS]
-)
-def test_algorithms_learn_from_images_and_their_runs_resume_bit_equal(method: str, tmp_path: Path) -> None:
+RESUMED = [
+    *(
+        pytest.param(name, "qwen2_vl", marks=pytest.mark.slow if name in ALSO else pytest.mark.weekly)
+        for name in METHODS
+    ),
+    *(pytest.param("grpo", kind, marks=pytest.mark.slow) for kind in FAMILIES if kind != "qwen2_vl"),
+]
+
+
+@pytest.mark.parametrize(("method", "kind"), RESUMED)
+def test_algorithms_learn_from_images_and_their_runs_resume_bit_equal(method: str, kind: str, tmp_path: Path) -> None:
     changes = {**LIGHT, "train__save_interval": 1, "train__batch_size": 6}
-    straight = vision_trainer("qwen2_vl", method, tmp_path / "straight", **changes, train__total_steps=4)
-    assert {"visual", "language_model"} <= changed(straight)
-    vision_trainer("qwen2_vl", method, tmp_path / "stopped", **changes, train__total_steps=2).learn()
-    resumed = vision_trainer(
-        "qwen2_vl", method, tmp_path / "stopped", **changes, train__total_steps=4, train__resume="auto"
-    )
+    straight = started(kind, method, tmp_path / "straight", **changes, train__total_steps=4)
+    assert {"vision", "language"} <= changed(straight, kind)
+    started(kind, method, tmp_path / "stopped", **changes, train__total_steps=2).learn()
+    resumed = vision_trainer(kind, method, tmp_path / "stopped", **changes, train__total_steps=4, train__resume="auto")
     resumed.learn()
     assert resumed.progress.step == straight.progress.step == 4
     weights = resumed.unwrapped.state_dict()
     assert [name for name, a in straight.unwrapped.state_dict().items() if not torch.equal(a, weights[name])] == []
 
 
-PARTS = {
-    "everything": ({}, {"visual", "language_model", "lm_head", "head"}),
-    "not the tower": ({"model__freeze_vision": True}, {"language_model", "lm_head", "head"}),
-    "the top layer": ({"model__num_layers_unfrozen": 1}, {"language_model", "lm_head", "head"}),
+PARTS: dict[str, tuple[Callable[[str, str], dict[str, Any]], set[str]]] = {
+    "everything": (lambda *_: {}, {"vision", "language"}),
+    "not the tower": (lambda *_: {"model__freeze_vision": True}, {"language"}),
+    "the top layer": (lambda *_: {"model__num_layers_unfrozen": 1}, {"language"}),
     "an adapter of the language": (
-        {"model__peft_config": {"r": 2, "target_modules": ".*language_model.*(q|v)_proj"}},
-        {"lora", "language_model"},
+        lambda tower, language: {"model__peft_config": {"r": 2, "target_modules": rf".*\.{language}\..*(q|v)_proj"}},
+        {"lora", "language"},
     ),
     "an adapter of the vision": (
-        {"model__peft_config": {"r": 2, "target_modules": r".*visual.*\.qkv"}},
-        {"lora", "visual"},
+        lambda tower, language: {"model__peft_config": {"r": 2, "target_modules": rf".*\.{tower}\..*(qkv|q_proj)"}},
+        {"lora", "vision"},
     ),
 }
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize("part", PARTS)
-def test_what_is_trained_is_what_the_settings_say(part: str, tmp_path: Path) -> None:
-    changes, expected = PARTS[part]
-    trainer = vision_trainer("qwen2_vl", "rloo", tmp_path, **LIGHT, **changes, train__total_steps=2)
-    trainer.models.build()
+def test_what_is_trained_is_what_the_settings_say(part: str, kind: str, tmp_path: Path) -> None:
+    settings, expected = PARTS[part]
+    changes = settings(TOWERS[kind], LANGUAGES.get(kind, "language_model"))
+    trainer = started(kind, "rloo", tmp_path, **LIGHT, **changes, train__total_steps=2)
     rollouts = trainer.sample(trainer.pipeline.take(0, 8))
     with torch.no_grad():
         sequences = trainer.unwrapped.through_trunk(rollouts.sequences)
-        assert torch.allclose(trainer.unwrapped(sequences).logprobs, rollouts.logprobs, atol=2e-5)
-        assert torch.allclose(trainer.reference(sequences).logprobs, rollouts.logprobs, atol=2e-5)
-    assert changed(trainer) == expected
+        for model in (trainer.unwrapped, *([] if kind == "gemma3" else [trainer.reference])):  # made before `started`
+            assert torch.allclose(model(sequences).logprobs, rollouts.logprobs, atol=2e-5)
+    assert changed(trainer, kind) == expected
 
 
 @pytest.mark.slow
@@ -321,18 +345,21 @@ def test_two_processes_end_with_the_weights_of_one(sharding: str, kind: str, tmp
             assert torch.allclose(value, two[name], rtol=1e-3, atol=1e-5), (method, name)
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param("llava"), *(pytest.param(k, marks=pytest.mark.slow) for k in ("gemma3", "idefics3"))]
-)
+EXPORTED = [pytest.param(kind, marks=() if kind == "llava" else pytest.mark.slow) for kind in FAMILIES]
+
+
+@pytest.mark.parametrize("kind", EXPORTED)
 def test_exports_hold_the_processor_and_load_in_transformers_and_here(kind: str, tmp_path: Path) -> None:
     trained = vision_trainer(kind, "sft", tmp_path / "run", train__total_steps=1, train__verify_export=True)
     trained.learn()
     path = tmp_path / "run" / "model"
-    model, processor = AutoModelForImageTextToText.from_pretrained(path), AutoProcessor.from_pretrained(path)
+    model, processor = AutoModelForImageTextToText.from_pretrained(path), READERS[trained.tokenizer].processor
     assert all(torch.equal(a, model.state_dict()[name]) for name, a in trained.unwrapped.model.state_dict().items())
-    assert type(processor) is type(READERS[trained.tokenizer].processor)
     assert "AutoProcessor" in (path / "README.md").read_text(encoding="utf-8")
     data = {"tokenizer": None, "prompts": PROMPTS, "samples": SAMPLES}
+    if isinstance(processor, ImagesOnly):  # transformers loads Qwen's own class, which needs torchvision
+        AutoProcessor.register(type(trained.unwrapped.model.config), ImagesOnly, exist_ok=True)
+    assert type(AutoProcessor.from_pretrained(path)) is type(processor)
     again = tiny_trainer("sft", tmp_path / "again", arguments=data, model__model_path=str(path), train__total_steps=1)
     trained.models.build(), again.models.build()
     sequences = [each.encode_samples(each.pipeline.take(0, 8)) for each in (trained, again)]

@@ -22,6 +22,7 @@ from tables import table
 from trainkit.data import Sequences
 from trainkit.errors import ConfigError, OutOfMemoryError
 from trainkit.models import fitting, make_policy, policy
+from trainkit.models.backend import attention_as_on
 from trainkit.models.recomputing import recompute_activations, recompute_mlps
 from trainkit.models.trunk import find_blocks
 from trainkit.testing import tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
@@ -286,7 +287,7 @@ def test_passes_without_gradient_have_a_limited_number_of_tokens(
 
 
 def kept_per_token(fields: dict[str, Any], low: bool, recomputes: Any) -> float:
-    """Return the bytes per token that a pass keeps for its backward pass, from two lengths."""
+    """Return the bytes per token that a pass keeps for its backward pass on a GPU, from two lengths."""
     model = make_policy(AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields)))
     recompute_mlps(model) if recomputes else None
     model.train()
@@ -300,7 +301,11 @@ def kept_per_token(fields: dict[str, Any], low: bool, recomputes: Any) -> float:
             return tensor
 
         rows = Sequences.from_lists([[1] * 32], [[2] * (length - 32)])
-        with torch.autocast("cpu", torch.bfloat16, enabled=low), saved_tensors_hooks(keep, lambda tensor: tensor):
+        with (
+            attention_as_on("cuda"),
+            torch.autocast("cpu", torch.bfloat16, enabled=low),
+            saved_tensors_hooks(keep, lambda tensor: tensor),
+        ):
             model(rows)
         totals.append(sum(size for size, _ in kept.values()))
     return (totals[1] - totals[0]) / 64
