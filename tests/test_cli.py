@@ -721,17 +721,19 @@ def test_arithmetic_is_judged_by_sums_that_no_stage_has_seen(tmp_path: Path) -> 
     assert all((sample["prompt"] in held_out) is (sample["kind"] == "evaluation") for sample in samples)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "seed", [pytest.param(n, marks=pytest.mark.slow if n == 1 else pytest.mark.weekly) for n in (1, 2, 3)]
+)
 @pytest.mark.usefixtures("_same_path")
-def test_a_model_learns_to_name_the_shapes_and_colours_of_images(tmp_path: Path) -> None:
+def test_a_model_learns_to_name_the_shapes_and_colours_of_images(seed: int, tmp_path: Path) -> None:
     task = load_file(examples.find_examples()["shapes"].parent / "task.py")
     assert {row["answer"] for row in task.problems(1, 100)} == {*task.COLOURS, *task.SHAPES}
     assert task.reward(["red ", "blue"], ["red"] * 2) == [1.0, 0.0]
-    printed = example(tmp_path, "shapes", "--steps", "30")
+    printed = example(tmp_path, "shapes", "--seed", str(seed))
     accuracies = measured(tmp_path / "grpo", "eval/accuracy")
     assert_shown(printed, "accuracy", accuracies[0], accuracies[-1])
     assert accuracies[0] < 0.3
-    assert accuracies[-1] > 0.8
+    assert accuracies[-1] >= 0.95
 
 
 @pytest.mark.slow

@@ -18,6 +18,9 @@ def test_a_line_is_drawn_to_scale_which_is_logarithmic_for_values_far_apart() ->
     far = line_chart([Line("a", [0, 1, 2], [1.0, 100.0, 10_000.0])], title="t")
     assert 'd="M60.0 200.0L260.0 113.0L460.0 26.0"' in far  # a straight line
     assert "logarithmic" in far
+    near = line_chart([Line("a", [0, 1], [0.9999996, 1.0000006])], title="t")
+    assert "1 + …" in near
+    assert "+ …" not in chart + far
 
 
 def ticks(values: list[float], **given: Any) -> list[str]:
@@ -33,6 +36,7 @@ def ticks(values: list[float], **given: Any) -> list[str]:
         ([1, 3], {"whole": True}, ["1", "2", "3"]),
         ([-2e-10, 0.09], {"rounded": True}, ["0", "0.02", "0.04", "0.06", "0.08", "0.1"]),
         ([0.99996, 1.00004], {"rounded": True}, ["0.99996", "0.99998", "1", "1.00002", "1.00004"]),
+        ([0.9999996, 1.0000006], {"rounded": True}, ["-4e-07", "-2e-07", "0", "2e-07", "4e-07", "6e-07"]),
         ([0, 50_000], {"rounded": True}, ["0", "10k", "20k", "30k", "40k", "50k"]),
     ],
 )

@@ -100,8 +100,17 @@ class Axis:
         first, last = math.ceil(self.low / self.step - 1e-9), math.floor(self.high / self.step + 1e-9)
         return [float(f"{at * self.step:.12g}") for at in range(first, last + 1)]
 
+    @property
+    def base(self) -> float:
+        """What the names of ticks leave out where they were longer than their place: the roundest tick, or 0."""
+        names = {} if self.log else {self._name(tick): tick for tick in self.ticks()}
+        return names[min(names, key=len)] if any(len(name) > 8 for name in names) else 0.0
+
     def name(self, tick: float) -> str:
-        """Return a tick as text, with as many digits as tell it from the next one."""
+        """Return a tick as text, with as many digits as tell it from the next one, less `base`."""
+        return self._name(float(f"{(tick - self.base) / self.step:.6g}") * self.step if self.base else tick)
+
+    def _name(self, tick: float) -> str:
         if self.log or not tick:
             return short(tick)
         return short(tick, max(4, 1 + math.floor(math.log10(abs(tick)) + 1e-9) - math.floor(math.log10(self.step))))
@@ -139,7 +148,8 @@ def line_chart(
     marked = sum(len(line.x) for line in lines) <= FEW
     drawn = [_series(line, style_of(index), x, y, marked) for index, line in enumerate(lines)]
     legend = [_legend(lines)] if standalone and len(lines) > 1 else []
-    said = ", ".join([title] * standalone + ["logarithmic"] * y.log)
+    notes = ["logarithmic"] * y.log + ([f"{y.base:.12g} + …"] if y.base else [])
+    said = ", ".join([title] * standalone + notes)
     return svg([*axes(x, y, label, said), *drawn, *legend], described(lines, title), standalone=standalone)
 
 
