@@ -91,6 +91,15 @@ def test_the_laws_hold_on_joined_rows(name: str, subtests: pytest.Subtests, monk
     run_kit(name, LAWS.__contains__, subtests)
 
 
+@pytest.mark.weekly
+@pytest.mark.parametrize("name", language_trainers())
+def test_the_other_checks_hold_on_joined_rows(
+    name: str, subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common_prompts.join(monkeypatch)
+    run_kit(name, lambda check: check not in LAWS | LAUNCHING, subtests)
+
+
 def test_the_lists_of_this_file_are_complete() -> None:
     assert conformance.all_checks().keys() >= LAWS | LAUNCHING
     assert [name for name in trainkit.available_trainers() if common_prompts.exist(name)] == list(SHARING)
