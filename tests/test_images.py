@@ -27,7 +27,7 @@ from tables import table
 from trainkit.cli import app
 from trainkit.data import Sequences
 from trainkit.data.batches import Images
-from trainkit.data.images import READERS, ImageReader
+from trainkit.data.images import READERS, ImageReader, given_images
 from trainkit.errors import DataError, EpisodeError, TrainkitError
 from trainkit.models.joined import different_prompts
 from trainkit.plugins import get_trainer
@@ -41,6 +41,7 @@ from trainkit.trainer.inference import load_tried
 from trainkit_kit.copying import registered
 from trainkit_report.report import report
 from trainkit_tools.conversation import Conversation
+from trainkit_tools.merging import merge_export
 from vision import FAMILIES, ImagesOnly, family, vision_trainer
 
 KINDS = [pytest.param(kind, marks=() if kind == "qwen2_vl" else pytest.mark.slow) for kind in FAMILIES]
@@ -368,6 +369,21 @@ def test_exports_hold_the_processor_and_load_in_transformers_and_here(kind: str,
     assert torch.equal(here, there)
 
 
+def test_a_merged_adapter_has_the_processor(tmp_path: Path) -> None:
+    base = vision_trainer("llava", "sft", tmp_path / "base", train__total_steps=1)
+    base.learn()
+    data = {"tokenizer": None, "prompts": PROMPTS, "samples": SAMPLES}
+    path = str(tmp_path / "base" / "model")
+    changes = {
+        "model__model_path": path,
+        "model__peft_config": {"r": 2, "target_modules": "all-linear"},
+        "train__total_steps": 1,
+    }
+    tiny_trainer("sft", tmp_path / "run", arguments=data, **changes).learn()
+    merge_export(tmp_path / "run" / "model", tmp_path / "merged")
+    assert type(AutoProcessor.from_pretrained(tmp_path / "merged")) is type(AutoProcessor.from_pretrained(path))
+
+
 def test_a_run_is_shown_evaluated_and_talked_to_with_its_images(tmp_path: Path) -> None:
     for index, row in enumerate(PROMPTS):
         for image in row.get("images", []):
@@ -461,6 +477,32 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "videos": ({**ROW, "videos": ["a.mp4"]}, "has the column 'videos', which is not read"),
     "audio": ({**ROW, "audio": "a.wav"}, "has the column 'audio', which is not read"),
     "prepared pixels": ({**ROW, "pixel_values": [[0.5]]}, "has the column 'pixel_values', which is not read"),
+    "sizes": ({**ROW, "image_sizes": [[28, 28]]}, "has the column 'image_sizes', which is not read"),
+    "images of a message": (
+        {"prompt": [{**ROW["prompt"][0], "images": [picture("r")]}], **SAY},
+        "message 0 has the key 'images', which is not read; images are parts of its content, or in the column",
+    ),
+    "a sound of a message": (
+        {"prompt": [{**ROW["prompt"][0], "audio": "a.wav"}], **SAY},
+        "message 0 has the key 'audio', which is not read",
+    ),
+    "both columns": (
+        {**ROW, "images": [picture("r")], "image": picture("g")},
+        "has images in both columns, images and image; give them in one",
+    ),
+    "a part of text with an image": (
+        shown({"type": "text", "text": "b", "image": picture("r")}),
+        "part 0 of its content is .*; a part should be",
+    ),
+    "a part without type": (shown({"text": "b", "image_url": "a.png"}), "part 0 of its content is .*; a part should"),
+    "an image with a text": (
+        shown({"type": "image", "image": picture("r"), "text": "b"}),
+        "part 0 of its content is .*; a part should be",
+    ),
+    "more marks than images": (
+        {"prompt": [{"role": "user", "content": "<image>a<image>?"}], **SAY, "images": [picture("r")]},
+        "has 1 image in its column, and 2 parts of its messages without one",
+    ),
     "token ids": ({"input_ids": [1, 2, 3], "images": [picture("r")]}, "has the column 'images', which is not read"),
 }
 
@@ -469,6 +511,43 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_row_whose_images_cannot_be_read_is_refused_with_its_number(row: Any, said: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"sample 1.*{said}"):
         vision_trainer("llava", "sft", tmp_path, arguments={"samples": [ROW, row]})
+
+
+def test_an_image_in_a_side_of_a_pair_is_refused(tmp_path: Path) -> None:
+    side = [{"role": "assistant", "content": [{"type": "image", "image": picture("r")}, {"type": "text", "text": "r"}]}]
+    pair = {"prompt": ROW["prompt"], "chosen": side, "rejected": SAY["completion"]}
+    with pytest.raises(DataError, match="sample 0 has an image in an output"):
+        vision_trainer("llava", "dpo", tmp_path, arguments={"samples": [pair]})
+
+
+@pytest.mark.parametrize("prompt", ["a?<|video_pad|>", [{"role": "user", "content": "a?<|video_pad|>"}]])
+def test_the_token_of_a_video_is_refused_in_samples_and_prompts(prompt: Any, tmp_path: Path) -> None:
+    said = "'<|video_pad|>' in its text; training is on text and images alone"
+    samples = [("a?", "b<|video_pad|>")] if isinstance(prompt, str) else [{"prompt": prompt, **SAY}]
+    with pytest.raises(DataError, match=re.escape(said)):
+        vision_trainer("qwen2_vl", "sft", tmp_path / "sft", arguments={"samples": samples})
+    trainer = vision_trainer("qwen2_vl", "grpo", tmp_path / "grpo")
+    with pytest.raises(DataError, match=re.escape(said)):
+        trainer.generate([{"prompt": prompt}])
+
+
+@pytest.mark.parametrize("column", ["videos", "audio", "pixel_values", "image"])
+def test_generating_refuses_columns_that_the_model_does_not_read(column: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=f"prompt 0 has the column '{column}', which the model does not see"):
+        tiny_trainer("grpo", tmp_path).generate([{"prompt": "a", column: ["x"]}])
+
+
+def test_marks_in_the_text_of_a_conversation_are_its_images(tmp_path: Path) -> None:
+    """As in the data of LLaVA, whatever the placeholder of the model; a column that is empty holds none."""
+    red, green = picture("r"), picture("g")
+    marked = {"prompt": [{"role": "user", "content": "<image>\na <image>?"}], **SAY, "images": [red, green]}
+    shown = [{"type": "image", "image": red}, {"type": "text", "text": "\na "}, {"type": "image", "image": green}]
+    parts = {"prompt": [{"role": "user", "content": [*shown, {"type": "text", "text": "?"}]}], **SAY}
+    trainer = vision_trainer("qwen2_vl", "sft", tmp_path, arguments={"samples": [marked, parts]})
+    one, other = (trainer.encode_samples([row]) for row in trainer.pipeline.rows)
+    torch.testing.assert_close(one.flatten(), other.flatten(), rtol=0, atol=0)
+    for images in ({"images": [], "image": red}, {"images": [red], "image": None}):
+        assert given_images({**ROW, **images}) == [red]
 
 
 REFUSING: dict[str, tuple[str, dict[str, Any], str]] = {

@@ -7,6 +7,7 @@ sides see the same tokens: one letter is one token, so that how texts are joined
 from __future__ import annotations
 
 import random
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -356,19 +357,23 @@ def few(outputs: list[str], **_: Any) -> list[float]:
     return [reward / 100 for reward in vowels(outputs)]
 
 
+def two(outputs: list[str], **_: Any) -> dict[str, list[float]]:
+    """Two rewards of different sizes."""
+    return {"score": vowels(outputs), "vowels": vowels(outputs), "length": [3.0 * len(output) for output in outputs]}
+
+
 class Rollouts:
-    """A callback that keeps the prompts, responses and scores of every collection, as token ids and numbers."""
+    """A callback that keeps the prompts, responses and rewards of every collection, as token ids and by name."""
 
     def __init__(self) -> None:
-        self.collections: list[tuple[list[list[int]], list[list[int]], list[float]]] = []
+        self.collections: list[tuple[list[list[int]], list[list[int]], list[dict[str, Any]]]] = []
 
     @trainkit.hookimpl
     def on_experience(self, trainer: Any, rollouts: list[Any]) -> None:
         """Keep one collection."""
         (found,) = rollouts
-        sequences, scores = found.sequences, trainer.score(found)
-        ids = ([row.tolist() for row in rows] for rows in (sequences.queries, sequences.responses))
-        self.collections.append((*ids, scores.tolist()))  # type: ignore[arg-type]
+        ids = ([row.tolist() for row in rows] for rows in (found.sequences.queries, found.sequences.responses))
+        self.collections.append((*ids, found.judged))  # type: ignore[arg-type]
 
 
 def sampled(method: dict[str, Any], path: str, run_dir: Path) -> tuple[list[float], Rollouts]:
@@ -377,7 +382,7 @@ def sampled(method: dict[str, Any], path: str, run_dir: Path) -> tuple[list[floa
     trainkit.train(
         path,
         prompts=PROMPTS,
-        reward_fn=few if method.get("scale") == "none" else vowels,
+        reward_fn=two if "reward_weights" in method else few if method.get("scale") == "none" else vowels,
         callbacks=[watch, rollouts],
         config={
             "method": {"name": "grpo", "group_size": GROUP, "grpo_epochs": PASSES, **method},
@@ -407,12 +412,18 @@ def replayed(path: str, out: Path, rollouts: Rollouts, **settings: Any) -> list[
             return loss
 
     def replay(prompts: list[str], trainer: Any) -> dict[str, Any]:
-        queries, responses, scores = next(left)
+        queries, responses, rewards = next(left)
         logprobs = [[0.0] * len(response) for response in responses]  # of the sampler; not used
-        return {"prompt_ids": queries, "completion_ids": responses, "logprobs": logprobs, "score": scores}
+        return {"prompt_ids": queries, "completion_ids": responses, "logprobs": logprobs, "rewards": rewards}
 
-    def given(prompts: list[str], completions: list[str], score: list[float], **_: Any) -> list[float]:
-        return score
+    def given(name: str, prompts: list[str], completions: list[str], rewards: list[Any], **_: Any) -> list[float]:
+        return [each[name] for each in rewards]
+
+    functions = [
+        partial(given, name) for name in (("vowels", "length") if "reward_weights" in settings else ("reward",))
+    ]
+    for function in functions:
+        function.__name__ = str(function.args[0])  # type: ignore[attr-defined]
 
     arguments = trl.GRPOConfig(
         output_dir=str(out), per_device_train_batch_size=2 * ROWS, num_generations=GROUP, num_iterations=PASSES,
@@ -424,7 +435,7 @@ def replayed(path: str, out: Path, rollouts: Rollouts, **settings: Any) -> list[
     trainer = Watched(
         model=path,
         args=arguments,
-        reward_funcs=given,
+        reward_funcs=functions,
         rollout_func=replay,
         train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS]),
     )
@@ -443,6 +454,13 @@ GRPO: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "dapo": ({"cliprange_high": 0.28}, {"loss_type": "dapo", "epsilon_high": 0.28, "beta": 0.0}),
     "dapo of a batch": ({"scale": "batch"}, {"loss_type": "dapo", "scale_rewards": "batch", "beta": 0.0}),
+    "gdpo": (
+        {"reward_weights": {"vowels": 1.0, "length": 0.5}},
+        {
+            "loss_type": "dapo", "multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 0.5],
+            "beta": 0.0,
+        },
+    ),
     "gspo": (
         SEQUENCE,
         {

@@ -25,6 +25,12 @@ Row = dict[str, Any]
 """One record of a dataset: ``{"prompt": ..., **columns}`` online, ``{"prompt": ..., "output": ...}`` offline."""
 
 
+def is_given(value: Any) -> bool:
+    """Return whether a cell holds something: neither None nor NaN, which fill tables, nor an empty text or list."""
+    empty = value is None or (isinstance(value, float) and math.isnan(value))
+    return not empty and not (isinstance(value, str | list | tuple | Mapping) and not value)
+
+
 class PassCost(NamedTuple):
     """The fixed cost of one more forward pass, as the number of tokens that cost as much."""
 

@@ -11,7 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 from weakref import WeakKeyDictionary
 
-from trainkit.data.images import IMAGE_PARTS, READERS, given_images, image_part, images_of, parts_of, placed
+from trainkit.data.batches import is_given
+from trainkit.data.images import (
+    IMAGE_PARTS,
+    IN_PARTS,
+    MEDIA,
+    READERS,
+    given_images,
+    image_part,
+    images_of,
+    in_output,
+    parts_of,
+    placed,
+)
 from trainkit.data.pipeline import id_count
 from trainkit.errors import ConfigError, DataError, describe, suggest
 
@@ -96,8 +108,8 @@ def plain_messages(messages: Sequence[Mapping[str, Any]], what: str, *, images: 
     and keys whose value is None are removed at any depth, because datasets use them to fill tables.
 
     Raises:
-        DataError: a sender is not known, content or a part of it is not text, or a call of a tool has no name or
-            arguments that are no JSON object; ``what`` names the row.
+        DataError: a sender is not known, content or a part of it is not text, a message has images in another key, or
+            a call of a tool has no name or arguments that are no JSON object; ``what`` names the row.
     """
     plain = []
     for index, message in enumerate(messages):
@@ -110,6 +122,12 @@ def plain_messages(messages: Sequence[Mapping[str, Any]], what: str, *, images: 
                     "'role' and 'content' that the chat template expects"
                 )
             copied = {"role": SENDERS[sender], "content": copied.pop("value"), **copied}
+        if unread := [key for key in MEDIA if is_given(copied.get(key))]:
+            instead = "images are parts of its content, or in the column 'images' of the row, and " if images else ""
+            raise DataError(
+                f"{where} has the key {unread[0]!r}, which is not read; {instead}training is on "
+                f"{'text and images' if images else 'text'} alone. Remove the key or the row"
+            )
         if copied.get("content") is not None:
             copied["content"] = _content_of(copied["content"], where, images)
         if copied.get("tool_calls") is not None:
@@ -130,10 +148,11 @@ def _content_of(content: Any, where: str, images: bool) -> str | list[dict[str, 
     parts = list[dict[str, Any]]()
     for index, part in enumerate(content):
         kind = part.get("type", "text") if isinstance(part, Mapping) else None
-        if images and kind in IMAGE_PARTS:
+        held = {key for key in ("text", *IN_PARTS) if kind is not None and is_given(part.get(key))}
+        if images and kind in IMAGE_PARTS and held <= {*IMAGE_PARTS[kind]}:
             parts.append(image_part(part))
             continue
-        if kind != "text" or not isinstance(part.get("text"), str):
+        if kind != "text" or not isinstance(part.get("text"), str) or held - {"text"}:
             form = "{'type': 'text', 'text': ...}" + (" or {'type': 'image', 'image': ...}" if images else "")
             raise DataError(
                 f"{where}: part {index} of its content is {describe(part)}; a part should be {form}, because training "
@@ -229,7 +248,7 @@ class Chat:
         tools, settings = given.values()
         self.settings: dict[str, Any] = {**({"tools": tools} if tools else {}), **(settings or {})}
         self.reads_images = tokenizer is not None and tokenizer in READERS
-        self._column = given_images(row) if self.reads_images else []
+        self._column = given_images(row, what) if self.reads_images else []
 
     def images(self, messages: Sequence[Mapping[str, Any]]) -> list[Any]:
         """Return the images of a conversation in the order of their placeholders: of its parts, or of the row."""
@@ -253,6 +272,8 @@ class Chat:
         asked, texts = self.prompt(prompt), []
         for completion in completions:
             read, trained = self._read(completion, place=False)
+            if any(part["type"] == "image" for message in read for part in parts_of(message)):
+                raise in_output(self.what)
             if any(message["role"] == "assistant" and not keep for message, keep in zip(read, trained, strict=True)):
                 raise DataError(
                     f"{self.what}: {' or '.join(TRAINED)} excludes a message of an output, and pairs compare whole "
@@ -393,7 +414,11 @@ class Chat:
         """
         read, trained = [], []
         plain = plain_messages(messages, self.what, images=self.reads_images)
-        for index, message in enumerate(placed(plain, self._column) if place else plain):
+        if place and self._column:
+            assert self.tokenizer is not None
+            reader = READERS[self.tokenizer]
+            plain = placed(plain, self._column, reader.placeholder if reader.processor else "<image>")
+        for index, message in enumerate(plain):
             fields = {key: value for key, value in message.items() if value is not None}
             empty = fields.keys() <= {"role", "name", *TRAINED}  # with content of None, or with tool calls of None
             if not isinstance(message.get("role"), str) or empty or not ({"content", "tool_calls"} & message.keys()):

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
 
+from trainkit.data.batches import is_given
 from trainkit.data.chat import is_conversation
-from trainkit.data.images import IMAGE_COLUMNS
+from trainkit.data.images import IMAGE_COLUMNS, MEDIA
 from trainkit.errors import DataError, edits
 
-MEDIA = (
-    *("image", "images", "video", "videos", "audio", "audios"),
-    *("pixel_values", "pixel_values_videos", "pixel_attention_mask", "image_grid_thw", "video_grid_thw"),
-    *("input_features", "input_values"),
-)
-"""Columns with what only models of other inputs than text read: as they are, and as processors prepare them."""
 STEPWISE = {"completions", "labels"}
 """The columns of stepwise supervision, besides the prompt: the steps of an output, and which of them are right."""
 KNOWN = {
@@ -28,7 +22,7 @@ KNOWN = {
     ),
     **dict.fromkeys(("system", "history"), "write it into the prompt or the messages"),
     **dict.fromkeys(("tools", "chat_template_kwargs"), "a chat template reads it, and the row is text"),
-    **dict.fromkeys(MEDIA, "training is on text alone"),
+    **dict.fromkeys(MEDIA, "training is on text alone, or on text and images with a model that reads them"),
     "completions": "stepwise supervision is not supported; make samples of its steps",
 }
 """Columns of known formats, here and in other systems, and what to know if one of them is not read."""
@@ -36,12 +30,6 @@ TRUTHS = ("true", "false", "1", "0")
 """What labels are if they are text, in lower case."""
 LOGPS = ("reference_*_logps", "ref_*_logps")
 """Patterns of columns with the log-probabilities of a reference."""
-
-
-def is_given(value: Any) -> bool:
-    """Return whether a cell holds something: neither None nor NaN, which fill tables, nor an empty text or list."""
-    empty = value is None or (isinstance(value, float) and math.isnan(value))
-    return not empty and not (isinstance(value, str | list | tuple | Mapping) and not value)
 
 
 def listed(rows: Any) -> Any:

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainkit.data.batches import GIVEN, Row
+from trainkit.data.batches import GIVEN, Row, is_given
 from trainkit.data.chat import SETTINGS, Chat, is_conversation, plain_messages
 from trainkit.data.columns import (
     KNOWN,
@@ -42,7 +42,6 @@ from trainkit.data.columns import (
     check_columns,
     check_images,
     check_prompt_columns,
-    is_given,
     listed,
     row_without,
 )
@@ -193,7 +192,7 @@ def written_prompts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, *, 
 
 def _written(row: Row, tokenizer: PreTrainedTokenizerBase, what: str) -> Row:
     check_images(row, tokenizer in READERS, what)
-    prompt, images = row.get("prompt"), given_images(row)
+    prompt, images = row.get("prompt"), given_images(row, what)
     if not is_conversation(prompt):
         return with_images(row, images) if images else row
     chat = Chat(tokenizer, row, what)
@@ -365,7 +364,7 @@ def sample_row(
         whole = [*asked, *parts[-1]]
         return _illustrated(_spans(kept, *chat.samples(whole, first=len(asked))), chat, whole)
     row = _turns(kept, parts, what)
-    return with_images(row, given_images(sample)) if _images_read(tokenizer) else row
+    return with_images(row, given_images(sample, what)) if _images_read(tokenizer) else row
 
 
 def _images_read(tokenizer: PreTrainedTokenizerBase | None) -> tuple[str, ...]:
@@ -522,7 +521,7 @@ def preference_row(
         if not at:
             raise DataError(f"{what}: chosen and rejected have no common beginning; give their prompt as a column")
         prompt, sides = sides[0][:at], [side[at:] for side in sides]
-    images = given_images(sample) if _images_read(tokenizer) else []
+    images = given_images(sample, what) if _images_read(tokenizer) else []
     if talk:
         chat, asked = Chat(tokenizer, sample, what, ends=ends), prompt
         prompt, sides = chat.outputs(asked, *sides)

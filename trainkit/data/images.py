@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from trainkit.data.batches import IMAGE_INPUTS, Row
+from trainkit.data.batches import IMAGE_INPUTS, Row, is_given
 from trainkit.errors import ConfigError, DataError, describe
 
 if TYPE_CHECKING:
@@ -22,6 +23,14 @@ IMAGE_COLUMNS = ("images", "image")
 """Columns with the images of a row: a list, or one."""
 IMAGE_PARTS = {"image": ("image", "path", "url", "base64"), "image_url": ("image_url",)}
 """By the types of parts of messages that are images, the keys that have them."""
+MEDIA = (
+    *("image", "images", "video", "videos", "audio", "audios"),
+    *("pixel_values", "pixel_values_videos", "pixel_attention_mask"),
+    *("image_sizes", "image_grid_thw", "video_grid_thw", "input_features", "input_values"),
+)
+"""Columns with what only models of other inputs than text read: as they are, and as processors prepare them."""
+IN_PARTS = (*MEDIA, "image_url", "video_url", "input_audio", "path", "url", "base64")
+"""The keys of parts of messages that hold something else than text."""
 OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
 """What a processor returns besides `IMAGE_INPUTS`; models get token types from the ids."""
 REMEMBERED = 2**28
@@ -65,6 +74,10 @@ class ImageReader:
         Raises:
             DataError: an image cannot be read, or there are more or fewer than placeholders; ``what`` names the row.
         """
+        for kind in ("video", "audio"):
+            token = getattr(self.processor, f"{kind}_token", None)
+            if token and any(token in text for text in texts):
+                raise DataError(f"{what} has {token!r} in its text; training is on text and images alone: remove it")
         if not images and (self.processor is None or not any(self.placeholder in text for text in texts)):
             return [*texts], {}
         if self.processor is None:
@@ -179,14 +192,31 @@ def image_part(part: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "image"} if given is None else {"type": "image", "image": given}
 
 
-def placed(messages: Sequence[Row], images: Sequence[Any]) -> list[Row]:
-    """Return messages in which the images of the row are parts: those of the first user message, unless some are."""
+def placed(messages: Sequence[Row], images: Sequence[Any], placeholder: str) -> list[Row]:
+    """Return messages in which the images of the row are parts, if none is one yet.
+
+    They are where the text of users has ``placeholder`` or ``<image>``, as in the data of LLaVA, or begin the first
+    message of the user.
+    """
     parts = [part for message in messages for part in parts_of(message)]
     first = next((at for at, message in enumerate(messages) if message.get("role") == "user"), None)
     if not images or first is None or any(part["type"] == "image" for part in parts):
         return [*messages]
+    marks = re.compile(f"({re.escape(placeholder)}|<image>)")
+    split = [
+        {**message, "content": _split(message, marks)} if message.get("role") == "user" else message
+        for message in messages
+    ]
+    if any(part["type"] == "image" for message in split for part in parts_of(message)):
+        return split
     begun = {**messages[first], "content": [*({"type": "image"} for _ in images), *parts_of(messages[first])]}
     return [*messages[:first], begun, *messages[first + 1 :]]
+
+
+def _split(message: Row, marks: re.Pattern[str]) -> list[dict[str, Any]]:
+    """Return the parts of a message of text, with a part for each mark in it."""
+    texts = [text for part in parts_of(message) for text in marks.split(part["text"]) if text]
+    return [{"type": "image"} if marks.fullmatch(text) else {"type": "text", "text": text} for text in texts]
 
 
 def save_processor(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
@@ -218,9 +248,21 @@ def images_of(messages: Sequence[Mapping[str, Any]], images: Sequence[Any], what
     return [part["image"] if "image" in part else next(left) for part in parts]
 
 
-def given_images(row: Mapping[str, Any]) -> list[Any]:
-    """Return the images in the columns of a row."""
-    column: Any = next((row[name] for name in IMAGE_COLUMNS if row.get(name) is not None), [])
+def in_output(what: str) -> DataError:
+    """Return the error for an image in an output of the row ``what``."""
+    return DataError(f"{what} has an image in an output, and models write text alone; put it into the prompt")
+
+
+def given_images(row: Mapping[str, Any], what: str = "the row") -> list[Any]:
+    """Return the images in the columns of a row.
+
+    Raises:
+        DataError: both columns hold some; ``what`` names the row.
+    """
+    columns = [row[name] for name in IMAGE_COLUMNS if is_given(row.get(name))]
+    if len(columns) > 1:
+        raise DataError(f"{what} has images in both columns, {' and '.join(IMAGE_COLUMNS)}; give them in one")
+    column: Any = columns[0] if columns else []
     return [*column] if isinstance(column, list | tuple) else [column]
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trainkit.data.batches import Row
-from trainkit.data.columns import is_given
+from trainkit.data.batches import Row, is_given
 from trainkit.data.pipeline import IDS, SIDES, as_ids, check_text, encode_continuation, encode_sample, id_count
 from trainkit.errors import DataError, describe
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from trainkit.data.images import given_images, thumbnail, with_images
+from trainkit.data.batches import is_given
+from trainkit.data.images import IMAGE_COLUMNS, given_images, thumbnail, with_images
 from trainkit.plugins import hookimpl
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ def _small(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for at, record in enumerate(records):
         columns = record.get("columns") or {}
         if images := given_images(columns):
-            known = columns["images"] if "images" in columns else columns["image"]
+            known = next(columns[name] for name in IMAGE_COLUMNS if is_given(columns.get(name)))
             small = made.get(id(known)) or made.setdefault(id(known), [thumbnail(image) for image in images])
             records[at] = {**record, "columns": with_images(columns, small)}
     return records

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainkit.config import SamplingConfig
 from trainkit.data import Prompts, Rollouts, Row, prompt_rows, written_prompts
-from trainkit.data.columns import without
+from trainkit.data.columns import check_prompt_columns, row_without, without
 from trainkit.errors import ConfigError, DataError
 from trainkit.rollouts import RewardFn, score
 from trainkit.runs.view import RunView
@@ -131,6 +131,7 @@ class Responder:
                         "the environment of this run gives the prompt: call play(rows), which plays episodes with it"
                     )
                 raise DataError(f"{call} needs prompts, and row {index} has none; {instead}")
+            check_prompt_columns(row_without(row, self.view.config.data.ignore_columns), f"prompt {index}")
         return written_prompts(rows, self.text.tokenizer)
 
     def _as_episodes(self, rows: Prompts) -> list[Row]:

@@ -26,11 +26,11 @@ from trainkit.data import (
     unrendered,
     written_prompts,
 )
-from trainkit.data.batches import Images
+from trainkit.data.batches import Images, is_given
 from trainkit.data.chat import SETTINGS, STARTS
-from trainkit.data.columns import check_images, is_given, without
+from trainkit.data.columns import check_images, without
 from trainkit.data.formats import check_list, preference_row
-from trainkit.data.images import IMAGE_COLUMNS, READERS, ImageReader, expanded, given_images
+from trainkit.data.images import IMAGE_COLUMNS, READERS, ImageReader, expanded, given_images, in_output
 from trainkit.data.pipeline import (
     IDS,
     EncodedSide,
@@ -243,7 +243,7 @@ class Text:
                 "can be truncated; raise train.seq_length, or give smaller images"
             )
         if any(token in tokens for token, keep in zip(ids, chosen or [], strict=False) if keep):
-            raise DataError(f"{what} has an image in an output, and models write text alone; put it into the prompt")
+            raise in_output(what)
 
     def numbered(self, row: Row) -> Row:
         """Return a row without its index if prompts were dropped: it is then not the index in the user's list."""

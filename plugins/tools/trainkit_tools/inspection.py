@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from trainkit.data.batches import Row
+from trainkit.data.batches import Row, is_given
 from trainkit.data.chat import PLAIN_TEMPLATE, SETTINGS, is_conversation
-from trainkit.data.columns import STEPWISE, check_images, is_given, row_without, why_refused
+from trainkit.data.columns import STEPWISE, check_images, row_without, why_refused
 from trainkit.data.formats import (
     ALPACA,
     EXPECTED,

@@ -11,6 +11,7 @@ from typing import cast
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
 
 from trainkit.errors import ConfigError
 from trainkit.models.adapters import ADAPTER_CONFIG, HEADS, adapter_base, merge_adapter
@@ -21,9 +22,10 @@ log = logging.getLogger(__name__)
 
 
 def merge_export(adapter: Path, out: Path, base: str | None = None, *, trust_remote_code: bool = False) -> None:
-    """Merge an exported adapter into its base model, and write the full model to ``out``, with tokenizer and heads.
+    """Merge an exported adapter into its base model, and write the full model to ``out``.
 
-    It is written in the type of the adapter if that is more precise than the base model's.
+    Beside it are the tokenizer, the processor of images and heads. It is written in the type of the adapter if that is
+    more precise than the base model's.
 
     Args:
         adapter: the directory of the export.
@@ -52,8 +54,9 @@ def merge_export(adapter: Path, out: Path, base: str | None = None, *, trust_rem
     name_eos(merged, tokenizer)
     merged.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    if (adapter / HEADS).exists():
-        shutil.copy2(adapter / HEADS, out)
+    for name in (HEADS, PROCESSOR_NAME, IMAGE_PROCESSOR_NAME, VIDEO_PROCESSOR_NAME):
+        if (adapter / name).exists():
+            shutil.copy2(adapter / name, out)
 
 
 def _as_trained(model: PreTrainedModel, adapter: Path) -> PreTrainedModel:

@@ -48,6 +48,7 @@ class LengthPenaltyTrainer(AccelerateRLTrainer[LengthPenaltyConfig]):
 
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
     group = "k"
+    environments: ClassVar[bool] = False  # the length of an episode is no length of an answer
 
     def experience(self, rollouts: Rollouts, scores: Tensor) -> LengthPenaltyBatch:
         """Return the scores less the penalty [B] in place of advantages, and old log-probabilities [B, T]."""

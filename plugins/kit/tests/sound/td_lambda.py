@@ -18,7 +18,10 @@ from trainkit.models import Policy, load_heads, load_model, make_policy
 class TDLambdaConfig(MethodConfig):
     """Settings of TD(λ)."""
 
-    section_defaults: ClassVar[dict[str, Any]] = {"train": {"total_steps": 1000}}
+    section_defaults: ClassVar[dict[str, Any]] = {
+        "optimizer": {"groups": [{"match": "^head", "lr": 1e-4}]},  # the critic learns faster than the policy
+        "train": {"total_steps": 1000},
+    }
     name: str = "_sound_td_lambda"
     """The registered name."""
     lam: float = Field(0.95, ge=0, le=1)
