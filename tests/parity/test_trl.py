@@ -359,7 +359,7 @@ def few(outputs: list[str], **_: Any) -> list[float]:
 
 def two(outputs: list[str], **_: Any) -> dict[str, list[float]]:
     """Two rewards of different sizes."""
-    return {"score": vowels(outputs), "vowels": vowels(outputs), "length": [3.0 * len(output) for output in outputs]}
+    return {"score": vowels(outputs), "vowels": vowels(outputs), "letters": [3.0 * len(output) for output in outputs]}
 
 
 class Rollouts:
@@ -420,7 +420,7 @@ def replayed(path: str, out: Path, rollouts: Rollouts, **settings: Any) -> list[
         return [each[name] for each in rewards]
 
     functions = [
-        partial(given, name) for name in (("vowels", "length") if "reward_weights" in settings else ("reward",))
+        partial(given, name) for name in (("vowels", "letters") if "reward_weights" in settings else ("reward",))
     ]
     for function in functions:
         function.__name__ = str(function.args[0])  # type: ignore[attr-defined]
@@ -455,7 +455,7 @@ GRPO: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dapo": ({"cliprange_high": 0.28}, {"loss_type": "dapo", "epsilon_high": 0.28, "beta": 0.0}),
     "dapo of a batch": ({"scale": "batch"}, {"loss_type": "dapo", "scale_rewards": "batch", "beta": 0.0}),
     "gdpo": (
-        {"reward_weights": {"vowels": 1.0, "length": 0.5}},
+        {"reward_weights": {"vowels": 1.0, "letters": 0.5}},
         {
             "loss_type": "dapo", "multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 0.5],
             "beta": 0.0,
