@@ -19,7 +19,7 @@ class TDLambdaConfig(MethodConfig):
     """Settings of TD(λ)."""
 
     section_defaults: ClassVar[dict[str, Any]] = {
-        "optimizer": {"groups": [{"match": "^head", "lr": 1e-4}]},  # the critic learns faster than the policy
+        "optimizer": {"groups": [{"match": "^value_head", "lr": 1e-4}]},  # the critic learns faster than the policy
         "train": {"total_steps": 1000},
     }
     name: str = "_sound_td_lambda"

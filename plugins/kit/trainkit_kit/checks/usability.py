@@ -56,9 +56,12 @@ def config_round_trip(bench: Bench) -> None:
         if is_number(field):
             require(bounds(field), f"method.{name} is a number without bounds; write Field({field.default!r}, ge=...)")
     for section, values in config.method.section_defaults.items():
+        chosen = getattr(config, section)
+        default = type(chosen)(**values)  # whose parts may be sections, too
         for name, value in values.items():
-            found = getattr(getattr(config, section), name)
-            require(found == value, f"section_defaults has {section}.{name} = {value!r}, and the config has {found!r}")
+            found = getattr(chosen, name)
+            same = found == getattr(default, name)
+            require(same, f"section_defaults has {section}.{name} = {value!r}, and the config has {found!r}")
     try:
         config.method.name = "other"
     except ConfigError:
