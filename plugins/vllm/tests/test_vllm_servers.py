@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -28,7 +29,7 @@ from trainkit.rollouts import Generated, Request
 from trainkit.testing import nudged, tiny_llama
 from trainkit.testing.trainers import tiny_trainer
 from trainkit_kit.conformance import checks_for, subjects_of
-from trainkit_vllm import transfer
+from trainkit_vllm import launch, transfer
 from trainkit_vllm.client import DiedError
 from trainkit_vllm.launch import Started
 from trainkit_vllm.transfer import Shared, filled
@@ -120,9 +121,11 @@ def require_loaded(home: Any) -> None:
     assert (made.logprobs - policy_logprobs(home.model, QUERIES, made.ids, 1.0)).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("way", ["shared", "network", "files"])
+@pytest.mark.parametrize(
+    ("way", "death"), [("shared", None), ("network", "during a call"), ("network", "before a call"), ("files", None)]
+)
 def test_weights_travel_in_each_way_and_again_to_a_server_that_dies_meanwhile(
-    way: str, home: Any, monkeypatch: pytest.MonkeyPatch
+    way: str, death: str | None, home: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, buckets = home.engine.servers[0], []
     send = server._send
@@ -130,11 +133,15 @@ def test_weights_travel_in_each_way_and_again_to_a_server_that_dies_meanwhile(
     def noted(*given: Any) -> None:
         buckets.append(given[1])
         send(*given)
-        if len(buckets) == kill:
-            os.kill(home.engine.pids[-1], signal.SIGKILL)
+        if death is not None and len(buckets) == 2:
+            worker = psutil.Process(home.engine.pids[-1])
+            worker.kill()
+            if death == "before a call":  # which vLLM never answers, and closes its port before the first look
+                while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
+                    time.sleep(0.01)
 
-    kill = 2 if way == "network" else None
     monkeypatch.setattr(transfer, "BUCKET", 40_000)
+    monkeypatch.setattr(launch, "LOOK", 8.0 if death == "before a call" else launch.LOOK)
     monkeypatch.setattr(server, "_send", noted)
     monkeypatch.setattr(home.engine, "ways", [way])
     monkeypatch.setattr(home.engine, "restarts", 0)
@@ -142,7 +149,7 @@ def test_weights_travel_in_each_way_and_again_to_a_server_that_dies_meanwhile(
     home.load()
     require_loaded(home)
     assert (len(buckets) > 3) == (way != "files"), "in parts, of which some end within a layer that vLLM joins"
-    assert home.engine.restarts == (1 if way == "network" else 0)
+    assert home.engine.restarts == (0 if death is None else 1)
 
 
 def test_a_way_that_the_system_forbids_is_left_with_one_line_or_is_an_error_by_name(

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
@@ -36,6 +36,8 @@ FOREIGN = re.compile(
 """Variables that a server does not inherit: a setting decides on the cache; the others describe the trainer's group."""
 DYING = 15.0
 """Seconds in which a server that has lost its worker ends; only then is it known that it died."""
+LOOK = 2.0
+"""Seconds between looks at a server while it does not answer a call."""
 SECRETS = {"api_key": "VLLM_API_KEY", "hf_token": "HF_TOKEN"}
 """Arguments that a server gets in its environment, because all users of the machine see its command line and vLLM logs
 it."""
@@ -215,7 +217,11 @@ class Started(Server):
             return super().post(path, body)
         except (UnreachableError, RefusedError) as error:
             end = time.monotonic() + DYING
-            while process is not None and process.poll() is None and time.monotonic() < end:
+            while process is not None and process.poll() is None and self._starts == begun and time.monotonic() < end:
+                if self._lost(process):
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(PATIENCE + 5)
+                    break
                 time.sleep(0.1)
             if process is None or process.poll() is not None or self._starts != begun:
                 raise DiedError(f"the engine {self} died: {self.reason()}") from error
@@ -227,18 +233,29 @@ class Started(Server):
         Raises:
             DiedError: the server died.
         """
-        begun = {*self.pids}
+        process, begun = self.process, {*self.pids}
         with ThreadPoolExecutor(1) as pool:
             called = pool.submit(super().call, method, *arguments)
-            while not wait([called], timeout=2).done:
-                try:
-                    dead = self.request("GET", "/health", timeout=5)[0] == 503
-                except (OSError, http.client.HTTPException):  # it is busy, waits for workers, or has ended
-                    dead = not begun <= {*self.pids}
-                if dead and self.process is not None:
-                    assert self.process.stdin is not None
-                    self.process.stdin.close()  # for the guard, the end of this process
+            while not wait([called], timeout=LOOK).done:
+                self._lost(process, begun)
             return called.result()
+
+    def _lost(self, process: subprocess.Popen[bytes] | None, begun: Set[int] = frozenset()) -> bool:
+        """End ``process`` and return true if it has lost its workers: it may wait for their answers, and not end.
+
+        Args:
+            begun: processes without which it does not answer any more.
+        """
+        try:
+            lost = self.request("GET", "/health", timeout=5)[0] == 503
+        except ConnectionRefusedError:
+            lost = True  # it has begun to end
+        except (OSError, http.client.HTTPException):  # it is busy, waits for workers, or has ended
+            lost = not begun <= {*self.pids}
+        if lost and process is not None and process is self.process:
+            assert process.stdin is not None
+            process.stdin.close()  # for the guard, the end of this process
+        return lost
 
     def close(self) -> None:
         """End the server and its processes."""
