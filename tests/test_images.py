@@ -252,7 +252,12 @@ RESUMED = [
         pytest.param(name, "qwen2_vl", marks=pytest.mark.slow if name in ALSO else pytest.mark.weekly)
         for name in METHODS
     ),
-    *(pytest.param("grpo", kind, marks=pytest.mark.slow) for kind in FAMILIES if kind != "qwen2_vl"),
+    *(
+        pytest.param(name, kind, marks=pytest.mark.slow if name == "grpo" else pytest.mark.weekly)
+        for name in ALSO
+        for kind in FAMILIES
+        if kind != "qwen2_vl"
+    ),
 ]
 
 

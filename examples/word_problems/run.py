@@ -29,15 +29,20 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     task, kind = load_file(HERE / "task.py"), "pretrained_" if options.model else ""
     lora = options.train == "lora" if options.train else bool(options.model)
-    changes = {
-        "model.peft_config": LORA if lora else None,
-        "optimizer.lr": 1e-5 if options.model and not lora else None,
-    }
+    whole = bool(options.model) and not lora
 
-    given = {"model.model_path": options.model, "train.total_steps": options.sft_steps, **changes}
-    sft = run_stage(HERE / f"{kind}sft.yaml", options, task.sft(options.seed, options.model), given)
-    given = {"model.model_path": sft.model, "train.total_steps": options.steps, **changes}
-    grpo = run_stage(HERE / f"{kind}grpo.yaml", options, task.grpo(options.seed, options.model), given)
+    def given(model: Any, steps: int | None, lr_of_whole: float) -> dict[str, Any]:
+        return {
+            "model.model_path": model,
+            "model.peft_config": LORA if lora else None,
+            "train.total_steps": steps,
+            "optimizer.lr": lr_of_whole if whole else None,
+        }
+
+    changes = given(options.model, options.sft_steps, 1e-4)
+    sft = run_stage(HERE / f"{kind}sft.yaml", options, task.sft(options.seed, options.model), changes)
+    changes = given(sft.model, options.steps, 2e-5)
+    grpo = run_stage(HERE / f"{kind}grpo.yaml", options, task.grpo(options.seed, options.model), changes)
     columns = ["before", "after SFT", "after GRPO"]
     show("held-out problems", columns, _rows(sft.evaluations, grpo.evaluations), [sft, grpo], options)
 

@@ -307,9 +307,9 @@ DIVERGENCES: dict[str, tuple[dict[str, Any], float]] = {
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
-@pytest.mark.parametrize(("method", "temperature"), [("distill", 0.7), ("distill_offline", 1.0)])
+@pytest.mark.parametrize(("method", "temperature"), [("distill", 0.7), ("distill_offline", 1.0), ("gkd", 0.7)])
 def test_distillation_follows_trl(method: str, temperature: float, name: str, model_path: str, tmp_path: Path) -> None:
-    """On responses of the policy at temperature 0.7, which TRL is given, and on samples at temperature 1."""
+    """On responses of the policy at temperature 0.7, which TRL is given, on samples, and on both in turn."""
     teacher = saved("AutoModelForCausalLM", tmp_path / "teacher", seed=1, scale=12)
     (settings, beta), watch = DIVERGENCES[name], WatchRows()
     samples = [(prompt, output) for prompt, output in zip(LETTERS * 4, words(48, 2), strict=True)]
@@ -328,7 +328,7 @@ def test_distillation_follows_trl(method: str, temperature: float, name: str, mo
             },
         },
     )  # fmt: skip
-    rows = watch.rows if method == "distill" else given_rows(trainer, samples)
+    rows = given_rows(trainer, samples) if method == "distill_offline" else watch.rows
     assert_follow(watch.losses, their_distillation(model_path, teacher, rows, tmp_path / "trl", beta, temperature))
 
 

@@ -34,8 +34,9 @@ def select(scores: list[list[float]], percentiles: list[float]) -> list[list[boo
 
     If all responses to a prompt have the same score, they are kept if it is at least the median of all scores.
     """
-    median = torch.tensor([score for row in scores for score in row]).quantile(0.5)
-    rows = [(torch.tensor(row), p) for row, p in zip(scores, percentiles, strict=True)]
+    exact = torch.float64  # a threshold that is rounded up drops the scores that it equals
+    median = torch.tensor([score for row in scores for score in row], dtype=exact).quantile(0.5)
+    rows = [(torch.tensor(row, dtype=exact), p) for row, p in zip(scores, percentiles, strict=True)]
     kept = [(s >= s.quantile(p)) & (s > s.min()) if s.min() < s.max() else s >= median for s, p in rows]
     return [keep.tolist() for keep in kept]
 
