@@ -300,7 +300,7 @@ def their_distillation(
 
 
 DIVERGENCES: dict[str, tuple[dict[str, Any], float]] = {
-    "reverse": ({}, 1.0),
+    "reverse": ({"divergence": "reverse"}, 1.0),
     "forward": ({"divergence": "forward"}, 0.0),
     "jensen_shannon": ({"divergence": "jensen_shannon", "beta": 0.3}, 0.3),
 }
