@@ -1,7 +1,7 @@
 # Everything a change is checked with, in a virtual environment of its own.
 #
 #   make demo      the random-walks example: SFT, then PPO
-#   make examples-real  the example word_problems with SmolLM2-135M, which the package index has; half an hour or more
+#   make examples-real  the example word_problems with SmolLM2-135M, which the package index has; a quarter of an hour
 #   make test      the tests of every change; some of them: make test ARGS="tests/test_x.py -k y"
 #   make test-all  all other tests: variants, fresh environments, planted bugs, real launches, every example, engines
 #   make weekly    what takes too long for every commit: battery-full, coverage, parity, the lowest and the newest versions

@@ -221,5 +221,22 @@ def test_a_run_that_cannot_be_read_hides_no_other(tmp_path: Path, caplog: pytest
     assert caplog.text.count("is left out: ") == 2
     with pytest.raises(DataError, match="another version made the run"):
         runs_at([tmp_path / "b"])
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "samples.jsonl", "newest.jsonl"])
+def test_a_file_with_a_broken_line_hides_no_other_run(
+    file: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a", "b"):
+        write_run(tmp_path / name)
+    (tmp_path / "b" / file).write_text('{"step": 1}\n{"ste\n')
+    page = Watch([tmp_path]).page({})
+    assert "No page yet" not in page
+    assert f"{file}, line 2: not a JSON object" in page + caplog.text, "on the page, or where the server was started"
+    alone = Watch([tmp_path / "b"]).page({})
+    assert f"{file}, line 2: not a JSON object" in alone
+
+
+def test_a_port_that_cannot_be_used_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="port 99999 cannot be used"):
         Server([tmp_path], port=99999)

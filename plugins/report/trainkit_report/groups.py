@@ -106,6 +106,7 @@ def runs_at(places: Iterable[Path]) -> list[Record]:
     for path, run in found.items():
         try:
             run.checked()
+            _ = run.series, run.findings
         except TrainkitError as error:
             faults[path] = error
     if faults and len(faults) == len(found):

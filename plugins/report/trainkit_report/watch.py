@@ -139,15 +139,24 @@ class Watch:
     def _page(self, query: Mapping[str, str], live: dict[str, Any]) -> str:
         runs, search = runs_at(self.places), Search.of(query)
         everything = [run.path for run in runs]
-        names = {name_of([run], everything): run for run in runs}
-        chosen = {query["run"]: names[query["run"]]} if query.get("run") in names else names
-        turns = zip_longest(*(rollouts_of(name, run) for name, run in chosen.items()))  # beside each other
+        names, rollouts, left_out = {name_of([run], everything): run for run in runs}, {}, list[str]()
+        for name, run in [*names.items()]:
+            try:
+                rollouts[name] = [*rollouts_of(name, run)]
+            except TrainkitError as error:
+                left_out.append(printable(f"The run {name} is left out: {error}"))
+                if len(left_out) == len(runs):
+                    raise
+                del names[name]
+        chosen = [query["run"]] if query.get("run") in names else [*names]
+        turns = zip_longest(*(rollouts[name] for name in chosen))  # beside each other
         rows = search.first(row for row in chain.from_iterable(turns) if row is not None)
         kept = {key: value for key, value in query.items() if value and key != "open"}
         return report(
-            runs,
+            [*names.values()],
             template="watch.html",
             live=True,
+            left_out=left_out,
             rows=[
                 {
                     "run": row["run"],
