@@ -139,15 +139,16 @@ class Watch:
     def _page(self, query: Mapping[str, str], live: dict[str, Any]) -> str:
         runs, search = runs_at(self.places), Search.of(query)
         everything = [run.path for run in runs]
-        names, rollouts, left_out = {name_of([run], everything): run for run in runs}, {}, list[str]()
-        for name, run in [*names.items()]:
+        found = {name_of([run], everything): run for run in runs}
+        rollouts, faults = dict[str, list[Rollout]](), dict[str, TrainkitError]()
+        for name, run in found.items():
             try:
                 rollouts[name] = [*rollouts_of(name, run)]
             except TrainkitError as error:
-                left_out.append(printable(f"The run {name} is left out: {error}"))
-                if len(left_out) == len(runs):
-                    raise
-                del names[name]
+                faults[name] = error
+        if not rollouts:
+            raise next(iter(faults.values()))
+        names = {name: found[name] for name in rollouts}
         chosen = [query["run"]] if query.get("run") in names else [*names]
         turns = zip_longest(*(rollouts[name] for name in chosen))  # beside each other
         rows = search.first(row for row in chain.from_iterable(turns) if row is not None)
@@ -156,7 +157,7 @@ class Watch:
             [*names.values()],
             template="watch.html",
             live=True,
-            left_out=left_out,
+            left_out=[printable(f"The run {name} is left out: {fault}") for name, fault in faults.items()],
             rows=[
                 {
                     "run": row["run"],
