@@ -35,8 +35,10 @@ def test_the_least_of_a_pool_is_not_kept_however_low_the_threshold() -> None:
 
 
 def test_a_threshold_that_equals_scores_keeps_them() -> None:
-    """The quantile 0.6 of these is 0; torch 2.14 returns 1.2e-7 in float32."""
+    """The quantile 0.6 of the first is 0; torch 2.14 returns 1.2e-7 in float32. 0.55 of the second is 11; its rank in
+    float64 is above 11."""
     assert select([[0.0, 0, 0, 1, 1, -1]], [0.6]) == [[True] * 5 + [False]]
+    assert sum(select([[float(i) for i in range(21)]], [0.55])[0]) == 10
 
 
 @given(SCORES, st.floats(0, 1))

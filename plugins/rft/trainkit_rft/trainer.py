@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from math import ceil
 from typing import Any, ClassVar
 
 import torch
@@ -29,16 +30,26 @@ class RFTRows(TokenBatch):
     """Positions [B] of the prompts in the stream of prompts."""
 
 
+def threshold(scores: list[float], percentile: float) -> float:
+    """Return the least score that is not below the quantile.
+
+    s ≥ quantile is the same as s ≥ this score, and here nothing is interpolated: a rounded quantile may be above the
+    scores that it equals, which then would not be kept.
+    """
+    rank = round(percentile * (len(scores) - 1), 9)  # 0.55 · 20 is above 11 in float64
+    return sorted(scores)[ceil(rank)]
+
+
 def select(scores: list[list[float]], percentiles: list[float]) -> list[list[bool]]:
     """Return which scores s of each prompt are kept: s ≥ quantile(s, p) and s > min s, p its percentile.
 
     If all responses to a prompt have the same score, they are kept if it is at least the median of all scores.
     """
-    exact = torch.float64  # a threshold that is rounded up drops the scores that it equals
-    median = torch.tensor([score for row in scores for score in row], dtype=exact).quantile(0.5)
-    rows = [(torch.tensor(row, dtype=exact), p) for row, p in zip(scores, percentiles, strict=True)]
-    kept = [(s >= s.quantile(p)) & (s > s.min()) if s.min() < s.max() else s >= median for s, p in rows]
-    return [keep.tolist() for keep in kept]
+    median, kept = threshold([score for row in scores for score in row], 0.5), []
+    for row, p in zip(scores, percentiles, strict=True):
+        least, limit = min(row), threshold(row, p)
+        kept.append([s >= limit and s > least if least < max(row) else s >= median for s in row])
+    return kept
 
 
 def share(kept: list[tuple[str, str]], rank: int, world: int, batch_size: int) -> list[tuple[str, str]]:
@@ -174,7 +185,8 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
     def improve(self, queries: list[str]) -> list[tuple[str, str]]:
         """Visit the prompts, and return the (prompt, response) pairs of their pools that reach the thresholds."""
         method, pools = self.method, [self.pools[query] for query in queries]
-        schedule = torch.linspace(method.start_percentile, method.end_percentile, method.n_improve_steps).tolist()
+        first, last = method.start_percentile, method.end_percentile
+        schedule = torch.linspace(first, last, method.n_improve_steps, dtype=torch.float64).tolist()
         percentiles = [schedule[self.visits.get(query, 0) % method.n_improve_steps] for query in queries]
         kept = [keep for row in select([list(pool.values()) for pool in pools], percentiles) for keep in row]
         self.visits |= {query: self.visits.get(query, 0) + 1 for query in queries}

@@ -441,8 +441,8 @@ BUGS = (
         "rft",
         ("fields_have_effects",),
         patch="""
--        schedule = torch.linspace(method.start_percentile, method.end_percentile, method.n_improve_steps).tolist()
-+        schedule = torch.linspace(method.start_percentile, method.start_percentile, method.n_improve_steps).tolist()
+-        first, last = method.start_percentile, method.end_percentile
++        first = last = method.start_percentile
 """,
     ),
     Bug(
@@ -1785,8 +1785,8 @@ BUGS = (
         "rft",
         ("effects_as_declared",),
         patch="""
--    kept = [(s >= s.quantile(p)) & (s > s.min()) if s.min() < s.max() else s >= median for s, p in rows]
-+    kept = [(s > s.quantile(p)) & (s > s.min()) if s.min() < s.max() else s >= median for s, p in rows]
+-        kept.append([s >= limit and s > least if least < max(row) else s >= median for s in row])
++        kept.append([s > limit and s > least if least < max(row) else s >= median for s in row])
 """,
     ),
     Bug(
