@@ -173,7 +173,6 @@ def half_written(run: Path) -> None:
         (lambda run: (run / "metrics.jsonl").write_text("nonsense\n"), {}, "metrics.jsonl, line 1: not a JSON object"),
         (lambda run: (run / "metrics.jsonl").unlink(), {}, "no metrics have been recorded"),
         (lambda run: (run / "config.yaml").unlink(), {}, "is no run and holds none"),
-        (lambda run: None, {"least": "x"}, "least is 'x'; give a number, or nothing"),
         (lambda run: None, {"open": "run:1:1"}, "the response 'run:1:1' is no longer recorded"),
         (lambda run: None, {"open": EVIL, "run": EVIL, "by": EVIL, "order": EVIL}, "is no longer recorded"),
     ],
@@ -233,8 +232,17 @@ def test_a_file_with_a_broken_line_hides_no_other_run(
     page = Watch([tmp_path]).page({})
     assert "No page yet" not in page
     assert f"{file}, line 2: not a JSON object" in page + caplog.text, "on the page, or where the server was started"
+    assert "Not shown" not in page, "this is said of curves"
     alone = Watch([tmp_path / "b"]).page({})
     assert f"{file}, line 2: not a JSON object" in alone
+
+
+def test_a_bound_that_is_no_number_hides_nothing(tmp_path: Path) -> None:
+    newest(write_run(tmp_path / "run"))
+    page = Watch([tmp_path]).page({"text": "q1", "least": "x"})
+    assert "Everything is shown: least is 'x'; give a number, or nothing" in text_of(page)
+    assert 'name="text" value="q1"' in page
+    assert "q0" in text_of(page)
 
 
 def test_a_port_that_cannot_be_used_is_an_error(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ class Watch:
     def page(self, query: Mapping[str, str]) -> str:
         """Return the page for a query: a search, and the response that is opened.
 
-        What is wrong with the runs, or with the query, is a page with the sentence that says so.
+        What is wrong with the runs, or with the response that is opened, is a page with the sentence that says so.
         """
         live = {"refreshes": "open" not in query}
         try:
@@ -137,7 +137,12 @@ class Watch:
         return render(TEMPLATES / "message.html", title="No page yet", why=printable(why), **live)
 
     def _page(self, query: Mapping[str, str], live: dict[str, Any]) -> str:
-        runs, search = runs_at(self.places), Search.of(query)
+        runs, notices = runs_at(self.places), list[str]()
+        try:
+            search = Search.of(query)
+        except ConfigError as error:
+            search = Search()
+            notices.append(f"Everything is shown: {error}")
         everything = [run.path for run in runs]
         found = {name_of([run], everything): run for run in runs}
         rollouts, faults = dict[str, list[Rollout]](), dict[str, TrainkitError]()
@@ -148,6 +153,7 @@ class Watch:
                 faults[name] = error
         if not rollouts:
             raise next(iter(faults.values()))
+        notices += [f"The run {name} is left out: {fault}" for name, fault in faults.items()]
         names = {name: found[name] for name in rollouts}
         chosen = [query["run"]] if query.get("run") in names else [*names]
         turns = zip_longest(*(rollouts[name] for name in chosen))  # beside each other
@@ -157,7 +163,7 @@ class Watch:
             [*names.values()],
             template="watch.html",
             live=True,
-            left_out=[printable(f"The run {name} is left out: {fault}") for name, fault in faults.items()],
+            notices=[*map(printable, notices)],
             rows=[
                 {
                     "run": row["run"],
