@@ -39,6 +39,7 @@ QUANTITIES: Mapping[str, str] = {
     "credit of undesirable": "the mean credit of the tokens of samples whose label is false",
     "gradient": "the gradient of the loss, with a policy that has left its reference and the policy that sampled",
     "gradient of PART": "the same, of the parameters whose name contains PART",
+    "metric NAME": "a metric of that loss",
     "slope of OUTPUT": "how much that loss rises if the policy's OUTPUT, such as values, rises by one at all tokens",
     "FIELD": "the mean of a field of the experience: over response tokens for [B, T], over rows for [B]",
     "FIELD of truncated": "the same over truncated responses",

@@ -52,7 +52,10 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
         Effect(loss_of_the_teacher_itself, equals={"reverse": 0.0, "forward": 0.0, "jensen_shannon": 0.0}),
     ],
     "beta": Effect(loss_by_its_formula, equals={0.1: 1.0, 0.5: 1.0, 0.8: 1.0}, under=MIXED),
-    "reward_coef": Effect("size of advantages", proportional=(0.5, 1.0, 2.0)),
+    "reward_coef": [
+        Effect("size of advantages", proportional=(0.5, 1.0, 2.0)),
+        Effect("metric loss/divergence", same=(0.5, 2.0)),
+    ],
 }
 
 

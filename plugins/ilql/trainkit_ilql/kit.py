@@ -139,6 +139,8 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     "cql_scale": [
         Effect(loss_by_its_formula, equals={0.0: 1.0, 0.5: 1.0}, under=WEIGHTED),
         Effect("gradient", linear=(0.0, 0.5, 1.0)),
+        Effect("metric loss/q", same=(0.5, 2.0)),
+        Effect("metric loss/cql", same=(0.5, 2.0)),
     ],
     "awac_scale": [
         Effect("gradient", linear=(0.0, 0.5, 1.0), under=WEIGHTED),

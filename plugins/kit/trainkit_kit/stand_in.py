@@ -48,6 +48,7 @@ def standing_in(trainer: Any, number: Number = varied) -> Iterator[None]:
     """Let the outputs of all policies and scorers follow from responses alone, as ``number`` says, within the context.
 
     Policies are those that return `TokenOutputs`, such as references and teachers; scorers return a number per row [B].
+    Outputs at other tokens than those of responses differ with the length of the row: no algorithm may read them.
     """
     trainer.models.build()  # references are made with it
     model = trainer.unwrapped
@@ -70,7 +71,13 @@ def standing_in(trainer: Any, number: Number = varied) -> Iterator[None]:
                 for response in responses
                 for at in range(len(response))
             ]
-            return _like(x, sequences.place(torch.tensor(numbers, dtype=torch.float64, device=x.device)))
+            placed = sequences.place(torch.tensor(numbers, dtype=torch.float64, device=x.device))
+            return _like(x, torch.where(sequences.response_mask, placed, elsewhere(name, sequences).to(x.device)))
+
+        def elsewhere(name: str, sequences: Sequences) -> Tensor:
+            lengths = sequences.attention_mask.sum(1).tolist()
+            rest = [number(name, trained, (-length,), None) for length in lengths]
+            return torch.tensor(rest, dtype=torch.float64)[:, None]
 
         head = {name: other(name, x) for name, x in outputs.head.items()}
         parts = {name: other(name, x) for name, x in outputs._asdict().items() if name != "head"}

@@ -134,16 +134,18 @@ def _draw(name: str, folder: Path, settings: Said) -> Any:
     return watched.said["made"]
 
 
-def _step(name: str, folder: Path, rank: int, given: Said) -> Said:
-    """Make one step on the given rows, of which the first process takes fewer and shorter ones."""
+def _steps(name: str, folder: Path, rank: int, given: Said) -> list[Said]:
+    """Make one step from each of the given weights on the given rows, of which the first process takes fewer."""
     changes = {**given["settings"], "train__max_grad_norm": None, "train__microbatch_size": 3}
     trainer = tiny_trainer(name, folder / "stepped", **changes)
     trainer.models.build()  # made before weights are loaded
-    trainer.unwrapped.load_state_dict(given["weights"])
-    trainer.load_state_dict(given["state"])
-    batch = given["batch"]
-    gradient, found = stepped(trainer, batch.select(unequal(batch)[rank]))
-    return {"gradient": gradient, "metrics": compute(found, trainer.reduce)}
+    batch, said = given["batch"].select(unequal(given["batch"])[rank]), list[Said]()
+    for place in given["weights"]:
+        trainer.unwrapped.load_state_dict(place)
+        trainer.load_state_dict(given["state"])
+        gradient, found = stepped(trainer, batch)
+        said.append({"gradient": gradient, "metrics": compute(found, trainer.reduce)})
+    return said
 
 
 def train(name: str, folder: Path, rank: int) -> None:
@@ -160,7 +162,7 @@ def train(name: str, folder: Path, rank: int) -> None:
 def _trained(name: str, folder: Path, rank: int, given: Said) -> Said:
     settings = given["settings"]
     learnt = {
-        "step": _step(name, folder, rank, given),
+        "steps": _steps(name, folder, rank, given),
         "drawn": _draw(name, folder, settings),
         "run": _learn(name, folder, settings),
     }

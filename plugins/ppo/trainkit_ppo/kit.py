@@ -152,6 +152,8 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     "vf_coef": [
         Effect("slope of values", proportional=(0.0, 0.1, 2.0)),
         Effect(loss_by_its_formula, equals={0.0: 1.0, 0.1: 1.0, 2.0: 1.0}),
+        Effect("metric loss/policy", same=(0.1, 2.0)),
+        Effect("metric loss/value", same=(0.1, 2.0)),
     ],
     "ent_coef": [
         Effect("slope of entropy", equals={0.0: 0.0, 0.1: -0.1, 1.0: -1.0}),
@@ -209,7 +211,14 @@ STRUCTURE = (
 )
 KIT = Declaration(
     contexts={"horizon": {"method.target": 0.01, "method.horizon": 50}},
-    variants={"scaled": {"method.scale_reward": "running", "method.bootstrap_truncated": True}},
+    variants={
+        "scaled": {
+            "method.scale_reward": "running",
+            "method.bootstrap_truncated": True,
+            "method.target": 0.01,
+            "method.horizon": 50,
+        }
+    },
     effects=EFFECTS,
     structure=STRUCTURE,
 )

@@ -1941,4 +1941,93 @@ BUGS = (
 """,
     ),
     *STRANGE,
+    Bug(
+        "controller_counts_own_episodes",
+        "the KL controller counts the responses of one process, so that β adapts more slowly on two",
+        "of the field",
+        "ppo",
+        ("two_processes@scaled",),
+        patch="""
+-        self.kl.update(total / episodes, int(episodes))
++        self.kl.update(total / episodes, len(mask))
+""",
+    ),
+    Bug(
+        "reference_point_of_one_process",
+        "the estimate of the KL is a mean over the rows of one process instead of those of all",
+        "of the field",
+        "kto",
+        ("two_processes",),
+        patch="""
+-        kl = self.step_mean(batch, lambda x: response_logprobs(self.unwrapped, x.mismatched) - x.mismatched_ref_logps)
+-        return replace(batch, kl=kl.expand(len(batch)))
++        logps = self.in_micro_batches(batch, lambda x: response_logprobs(self.unwrapped, x.mismatched))
++        kl = (logps - batch.mismatched_ref_logps).mean()
++        return replace(batch, kl=kl.expand(len(batch)))
+""",
+    ),
+    Bug(
+        "score_of_zero_is_none",
+        "a score of 0 for responses that have not ended is tested for its truth, and they keep their own",
+        "of the field",
+        "rloo",
+        ("zero_is_a_number",),
+        patch="""
+-        if self.method.missing_eos_score is not None:
++        if self.method.missing_eos_score:
+""",
+    ),
+    Bug(
+        "values_of_the_next_column",
+        "V(s') is read in the next column, where a dialogue has what the user says, and V is 0",
+        "of the field",
+        "ilql",
+        ("context_does_not_count",),
+        patch="""
+-    chosen, rows = values[mask], mask.nonzero()[:, 0]
+-    follows = F.pad(rows[1:] == rows[:-1], (0, 1))
+-    return torch.zeros_like(values).masked_scatter(mask, zero_masked(chosen.roll(-1), follows))
++    following = F.pad(zero_masked(values, mask)[:, 1:], (0, 1))
++    return zero_masked(following, mask)
+""",
+    ),
+    Bug(
+        "packed_samples_predict_each_other",
+        "with packing and train_on_prompts, the first token of a sample is predicted from the sample before it",
+        "TRL",
+        "sft",
+        ("packing",),
+        patch="""
+         sequences = self.encode_samples(samples)
++        if packed:
++            sequences = sequences.packed([len(row["samples"]) for row in rows])
+         if self.method.train_on_prompts:
+@@
+-        return sequences.packed([len(row["samples"]) for row in rows]) if packed else sequences
++        return sequences
+""",
+    ),
+    Bug(
+        "loss_logged_as_its_term",
+        "the whole loss is logged as the divergence, with the term of the rewards",
+        "of the field",
+        "distill",
+        ("effects_as_declared",),
+        patch="""
+-        return masked_mean(loss, mask), {"loss/divergence": Mean.of(told.divergence, mask)}
++        return masked_mean(loss, mask), {"loss/divergence": Mean.of(loss, mask)}
+""",
+    ),
+    Bug(
+        "memory_cut_off_in_checkpoints",
+        "a checkpoint has fewer rewards of each prompt than the run remembers",
+        "of the field",
+        "ddpo",
+        ("state_is_complete",),
+        patch="""
+-        return {"rewards": self.tracker.state_dict()}
++        enough = self.method.min_count  # rewards that a prompt needs for its own mean and deviation
++        return {"rewards": {prompt: rewards[-enough:] for prompt, rewards in self.tracker.state_dict().items()}}
+""",
+    ),
 )

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainkit.data import Rollouts
+from trainkit.data import Rollouts, Sequences
 from trainkit_kit.checking import check
 from trainkit_kit.checks.episodes import playing
 from trainkit_kit.checks.fields import contexts, method_fields, other_values, trainer_with
@@ -267,6 +267,7 @@ def _require_of_samples(bench: Bench) -> None:
     before = _learnt_from(bench, "", "")
     require_same_learnt(before, _learnt_from(bench, "gh", ""), "longer prompts")
     require_same_learnt(before, _learnt_from(bench, "", "gh"), "longer prompts between the outputs of a dialogue")
+    require_same_learnt(before, _learnt_from(bench, "", "", adjacent), "no prompts between the outputs of a dialogue")
 
 
 def _samples(bench: Bench, before: str, between: str) -> Sequence[Any]:
@@ -285,8 +286,21 @@ def _samples(bench: Bench, before: str, between: str) -> Sequence[Any]:
     ]
 
 
-def _learnt_from(bench: Bench, before: str, between: str) -> Learnt:
+def adjacent(sequences: Sequences) -> Sequences:
+    """Return sequences without what stands between the outputs of a row."""
+    chosen = sequences.response_mask
+    keep = sequences.attention_mask & (chosen | (chosen.cumsum(1) == 0) | (chosen.flip(1).cumsum(1).flip(1) == 0))
+    ids, masks = ([values[row].tolist() for values, row in zip(each, keep, strict=True)] for each in
+                  (sequences.input_ids, chosen))  # fmt: skip
+    return Sequences.from_rows(ids, masks).to(chosen.device)
+
+
+def _learnt_from(
+    bench: Bench, before: str, between: str, change: Callable[[Sequences], Sequences] = lambda unchanged: unchanged
+) -> Learnt:
     trainer = bench.trainer(arguments={"samples": _samples(bench, before, between)})
+    honest = trainer.encode_samples
+    trainer.encode_samples = lambda rows: change(honest(rows))
     with standing_in(trainer, moved):
         with torch.no_grad():
             trainer.collect()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
+from types import NoneType
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from trainkit_kit.checks.tools import (
     apart,
     credits_of,
     flat_gradient,
+    floats,
     for_loss,
     ids_of,
     most_changed,
@@ -144,6 +146,35 @@ def weights_count_once(bench: Bench) -> None:
             float(squared.norm()) > slack or slack <= 1e-7 * float(low.norm()),
             f"the gradient changes by the square of method.{name}: as much from {values[0]:g} to {values[1]:g} as to "
             f"{values[2]:g}",
+        )
+
+
+def has_numbers_or_none(subject: Subject) -> bool:
+    """Return whether a setting is a real number or None."""
+    return any({float, NoneType} <= kinds_of(field) for field in method_fields(subject).values())
+
+
+@check(where=has_numbers_or_none)
+def zero_is_a_number(bench: Bench) -> None:
+    """Check that a setting that may be None acts at 0 as it does at a millionth, and not as if it were None.
+
+    A score of 0 for responses that have not ended, or a weight of 0, is a choice; None is another.
+
+    Causes: a setting that is tested for its truth, as in `if self.method.score:` or `self.method.score or default`,
+    instead of `is not None`.
+    """
+    for name, field in method_fields(bench.subject).items():
+        if not {float, NoneType} <= kinds_of(field):
+            continue
+        settings = contexts(bench.subject).get(name, {})
+        at = [{**settings, f"method.{name}": value} for value in (0.0, 1e-6)]
+        if any(trainer_with(bench, each) is None for each in at):
+            continue
+        zero, close = (_gradient(bench, each) for each in at)
+        require(
+            float((zero - close).norm()) <= 1e-3 * float(close.norm()),
+            f"the gradient with method.{name} = 0 has the norm {float(zero.norm()):.6g}, with 0.000001 "
+            f"{float(close.norm()):.6g}, and they differ by {float((zero - close).norm()):.4g}: 0 is taken for None",
         )
 
 
@@ -359,6 +390,8 @@ def _measure_of(quantity: str, made: _Collected) -> Measure:
         return lambda _, settings: _credit(made(settings), ROWS[which])
     if quantity.startswith("gradient of "):
         return lambda bench, settings: _gradient(bench, settings, quantity.removeprefix("gradient of "))
+    if quantity.startswith("metric "):
+        return lambda bench, settings: _metric(bench, settings, quantity.removeprefix("metric "))
     if quantity.startswith("slope of "):
         return lambda bench, settings: _slope(bench, settings, quantity.removeprefix("slope of "))
     return lambda _, settings: _field(made(settings), quantity)
@@ -473,6 +506,14 @@ def _gradients(trainer: Any) -> dict[str, Tensor]:
     trainer.loss(for_loss(trainer, trainer.store.experience))[0].backward()
     trained = [(name, p) for name, p in trainer.unwrapped.named_parameters() if p.requires_grad]
     return {name: (torch.zeros_like(p) if p.grad is None else p.grad).flatten().cpu().double() for name, p in trained}
+
+
+def _metric(bench: Bench, settings: dict[str, Any], name: str) -> float:
+    trainer = _moved(bench, settings)
+    with torch.no_grad():
+        found = floats(trainer.loss(for_loss(trainer, trainer.store.experience))[1])
+    require(name in found, f"the loss has no metric {name!r}{suggest(name, found)}")
+    return found[name]
 
 
 def _slope(bench: Bench, settings: dict[str, Any], output: str) -> Tensor:

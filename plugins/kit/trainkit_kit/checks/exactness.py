@@ -12,6 +12,7 @@ from torch import Tensor
 from trainkit import metrics as m
 from trainkit.data import Batch, Sequences
 from trainkit_kit.checking import check
+from trainkit_kit.checks.fields import variants
 from trainkit_kit.checks.tools import (
     RUN,
     flat_gradient,
@@ -19,6 +20,7 @@ from trainkit_kit.checks.tools import (
     gradient,
     nudged,
     require_close,
+    require_close_state,
     require_same_gradient,
     require_same_metrics,
     require_same_rows,
@@ -36,6 +38,8 @@ from trainkit_kit.subjects import Bench
 
 SIZES = (1, 2, 3, 5)
 """Sizes of micro-batches; most do not divide a batch, so that the last micro-batch is smaller."""
+NUDGE = 0.02
+"""How far the policy is moved in either direction: an estimate that is cut off at 0 is above 0 in one of them."""
 SAME = 1e-5
 """Largest difference of weights after six steps that counts as rounding."""
 
@@ -51,17 +55,18 @@ def micro_batches(bench: Bench) -> None:
     Causes: `loss` is no mean over the units that `weight` counts; a statistic, such as whitening, inside of `loss`; [B]
     and [B, 1] that broadcast to [B, B].
     """
-    whole = nudged(bench.collected())
-    batch = whole.store.experience
-    exact = gradient(whole, batch)
-    for size in SIZES:
-        trainer = bench.trainer(train__microbatch_size=size, train__max_grad_norm=None)
-        if size == SIZES[-1]:  # of experience that is made in micro-batches, too
-            trainer.collect()
-            batch = trainer.store.experience
-        found, _ = stepped(nudged(trainer), batch)
-        what = f"gradients of a step as a whole and in micro-batches of {size}"
-        require_same_gradient(exact, found, what, model=trainer.unwrapped)
+    for sign, sizes in ((1, SIZES[::2]), (-1, SIZES[1::2])):
+        whole = nudged(bench.collected(), sign * NUDGE)
+        batch = whole.store.experience
+        exact = gradient(whole, batch)
+        for size in sizes:
+            trainer = bench.trainer(train__microbatch_size=size, train__max_grad_norm=None)
+            if size == SIZES[-1]:  # of experience that is made in micro-batches, too
+                trainer.collect()
+                batch = trainer.store.experience
+            found, _ = stepped(nudged(trainer, sign * NUDGE), batch)
+            what = f"gradients of a step as a whole and in micro-batches of {size}"
+            require_same_gradient(exact, found, what, model=trainer.unwrapped)
 
 
 @check()
@@ -179,7 +184,7 @@ def metric_totals(bench: Bench) -> None:
 
 @check(where=lambda subject: subject.installed)
 def two_processes(bench: Bench) -> None:
-    """Check that two processes train as one does: same gradient, metrics, samples and weights, to 1e-5 after six steps.
+    """Check that two processes train as one does: same gradient, metrics, samples, state and weights after six steps.
 
     Gradients are exchanged only if `loss` calls `policy`, not a module inside it. Whitening by the moments of
     one process's rows differs from whitening by those of all rows. A mean of the processes' means is another
@@ -192,19 +197,23 @@ def two_processes(bench: Bench) -> None:
     Causes: `self.unwrapped` or `self.policy.module` in `loss`; statistics without `reduce=self.reduce`; an order of
     rows that depends on the process; a seed without the rank.
     """
-    trainer = nudged(bench.collected(train__max_grad_norm=None))
-    batch = trainer.store.experience
+    trainer = nudged(bench.collected(train__max_grad_norm=None), NUDGE)
+    batch, state = trainer.store.experience, trainer.state_dict()
+    places = [weights(trainer), weights(nudged(trainer, -2 * NUDGE))]
     given = {
-        "weights": weights(trainer),
-        "state": trainer.state_dict(),
+        "weights": places,
+        "state": state,
         "batch": batch,
         "settings": bench.subject.settings,
         "variant": bench.subject.variant,
     }
     folder = bench.place()
     said = launch(bench.subject.name, folder, given)
-    gradient_alone, found = stepped(trainer, batch)
-    _require_one_step(trainer, gradient_alone, floats(found), [each["step"] for each in said])
+    for at, place in enumerate(places):
+        trainer.unwrapped.load_state_dict(place)
+        trainer.load_state_dict(state)
+        gradient_alone, found = stepped(trainer, batch)
+        _require_one_step(trainer, gradient_alone, floats(found), [each["steps"][at] for each in said])
     if bench.subject.language:
         _require_one_collection(bench.trainer(), [each["run"]["collection"] for each in said])
     if bench.subject.online:
@@ -215,8 +224,10 @@ def two_processes(bench: Bench) -> None:
         require_same_weights(each["run"]["weights"], each["resumed"]["weights"], f"the weights {what}")
         require_same_state(each["run"]["state"], each["resumed"]["state"], f"the state_dicts {what}")
     with on_cpu():  # as the two processes are
-        alone = weights(bench.learnt(**RUN))
-    _require_run_of_one_process(alone, said[0]["run"]["weights"])
+        alone = bench.learnt(**RUN)
+    _require_run_of_one_process(weights(alone), said[0]["run"]["weights"])
+    what = "the state_dicts after a run of one process and of two"
+    require_close_state(alone.state_dict(), said[0]["run"]["state"], what)
     if "sharded" in said[0]:
         _require_same_in_shards(said[0]["run"]["weights"], said[0]["sharded"])
 
@@ -285,11 +296,18 @@ def packing(bench: Bench) -> None:
 
     A packed sample that attends to the sample before it, or whose positions continue from there, is learnt as another
     text. The first token after a boundary must not be predicted from the tokens before the boundary. No packed row is
-    longer than `train.seq_length`, also if this is hardly more than the longest sample.
+    longer than `train.seq_length`, also if this is hardly more than the longest sample. All this is so with each switch
+    at another value, too, such as one that trains on prompts.
 
     Causes: segments that are dropped when rows are packed; positions that are not counted from 0 in each sample; an
     index into the sorted samples that is used for the samples in their order.
     """
+    for settings in variants(bench):
+        if "method.packing" not in settings:
+            _require_packed(bench.under(**settings))
+
+
+def _require_packed(bench: Bench) -> None:
     longest = int(bench.collected().store.experience.lengths.max())
     tight = bench.collected(method__packing=True, train__seq_length=longest + 1).store.experience
     require(

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from trainkit.data import Pipeline
 from trainkit_kit.checking import check
 from trainkit_kit.checks.fields import variants
 from trainkit_kit.checks.tools import require_same_weights, weights
@@ -70,11 +71,11 @@ def state_is_complete(bench: Bench) -> None:
     that forgets a key.
     """
     for settings in variants(bench):
-        trainer = bench.trainer(**{"train.total_steps": 3, "optimizer.lr": 0.01, **settings})
+        trainer = _with_few_prompts(bench.trainer(**{"train.total_steps": 3, "optimizer.lr": 0.01, **settings}))
         before = _attributes(trainer)
         trainer.learn()
         path = trainer.save(bench.place())
-        again = bench.trainer(**{"train.total_steps": 3, "optimizer.lr": 0.01, **settings})
+        again = _with_few_prompts(bench.trainer(**{"train.total_steps": 3, "optimizer.lr": 0.01, **settings}))
         again.load(path)
         under = f" under {settings}" if settings else ""
         alike = printed(trainer.state_dict()) == printed(again.state_dict())
@@ -88,6 +89,13 @@ def state_is_complete(bench: Bench) -> None:
             f"state_dict(){under}: add it to `remembers`, or implement state_dict and load_state_dict. What is not "
             "needed after a collection belongs in the batch",
         )
+
+
+def _with_few_prompts(trainer: Any) -> Any:
+    """Give a trainer that samples two prompts only, so that what it remembers of each grows; return the trainer."""
+    if trainer.online:
+        trainer.add_prompt_pipeline(Pipeline(trainer.pipeline.rows[:2], seed=trainer.config.train.seed))
+    return trainer
 
 
 def _attributes(trainer: Any) -> dict[str, Any]:

@@ -199,6 +199,17 @@ def require_same_state(one: Any, other: Any, what: str) -> None:
     require(not differ, f"{what} differ in {', '.join(differ[:3])}{' and more' if len(differ) > 3 else ''}")
 
 
+def require_close_state(one: Any, other: Any, what: str) -> None:
+    """Fail unless two `state_dict`s have the same keys, and numbers that are equal up to rounding."""
+    left, right = dict(_leaves(one)), dict(_leaves(other))
+    require(left.keys() == right.keys(), f"{what} differ in {', '.join(sorted(left.keys() ^ right.keys())[:3])}")
+    for key, value in left.items():
+        if isinstance(value, int | float | Tensor):
+            here, there = (torch.as_tensor(each, dtype=torch.float64) for each in (value, right[key]))
+            alike = here.shape == there.shape and torch.allclose(here, there, rtol=1e-3, atol=1e-5, equal_nan=True)
+            require(alike, f"{what} differ in {key}: {value!r:.100} and {right[key]!r:.100}")
+
+
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping | list | tuple) and value:
         items = value.items() if isinstance(value, Mapping) else enumerate(value)

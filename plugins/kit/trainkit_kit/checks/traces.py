@@ -6,6 +6,7 @@ import hashlib
 import json
 import random
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -149,7 +150,7 @@ def _parts(value: Any) -> list[Any]:
         return [part for item in value.items() for part in item]
     if isinstance(value, set | frozenset):
         return sorted(map(printed, value))
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | deque):
         return list(value)
     own = dict(getattr(value, "__dict__", {}))
     slots = [name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ())]
