@@ -75,7 +75,7 @@ PROMPTS = [asked("r"), asked("g", "abc?"), asked("b"), asked("r", "b?", height=5
 PROMPTS += [
     {"prompt": [{"role": "user", "content": "ab"}]},
     asked("b", "?"),
-    asked("g", "ca"),
+    asked("g"),
     asked("r", "h", width=56),
 ]
 SAMPLES = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -71,6 +72,15 @@ def kept_of_three_groups(trainer: Any) -> float:
     return float(trainer.keep(None, scores.flatten()).sum() / size)
 
 
+def kept_by_named_rewards(trainer: Any) -> float:
+    """Return how many of two groups are kept, the first with other rewards and one score, less twice the second."""
+    size = trainer.samples_per_prompt
+    judged = [{"reward": float(at < 1)} for at in range(2 * size)]
+    scores = torch.tensor([0.0] * size + [1.0] * (size - 1) + [2.0])
+    first, second = trainer.keep(SimpleNamespace(judged=judged), scores).view(2, size).all(1).tolist()
+    return float(first - 2 * second)
+
+
 EFFECTS: dict[str, Effect | list[Effect]] = {
     "group_size": Effect("responses", equals={2: 2, 4: 4, 8: 8}),
     # twelve steps, two of them in a pass
@@ -99,6 +109,7 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     "dynamic_sampling": [
         Effect(groups_without_a_difference, equals={False: 1.0, True: 0.0}, under={"rollout.num_rollouts": 64}),
         Effect(kept_of_three_groups, equals={True: 2.0}),
+        Effect(kept_by_named_rewards, equals={True: 1.0}, under={"method.reward_weights": {"reward": 1.0}}),
     ],
 }
 

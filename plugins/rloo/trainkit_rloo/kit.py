@@ -44,8 +44,8 @@ def loss_by_its_formula(trainer: Any) -> float:
 
 
 def truncated_score_of_5(trainer: Any) -> float:
-    """Return the sum of the rewards of a truncated response of two tokens with the score 5."""
-    scores, terminated = torch.tensor([5.0, 5.0]), torch.tensor([True, False])
+    """Return the sum of the rewards of a truncated response whose two tokens have the rewards 3 and 2."""
+    scores, terminated = torch.tensor([[3.0, 2.0]] * 2), torch.tensor([True, False])
     return float(trainer.scored(scores, terminated, torch.tensor([[True, True]] * 2))[1].sum())
 
 

@@ -2030,4 +2030,82 @@ BUGS = (
 +        return {"rewards": {prompt: rewards[-enough:] for prompt, rewards in self.tracker.state_dict().items()}}
 """,
     ),
+    Bug(
+        "first_deviation_derived_again",
+        "the deviation of the first scores is not saved, and a resumed run takes that of all so far",
+        "of the field",
+        "ppo",
+        ("state_is_complete",),
+        patch="""
+-        return {"kl_coef": self.kl.coef, "moments": self.moments.state_dict(), "ref_std": self.ref_std}
++        return {"kl_coef": self.kl.coef, "moments": self.moments.state_dict()}
+@@
+-        self.ref_std = state["ref_std"]
+         self.moments.load_state_dict(state["moments"])
++        self.ref_std = self.moments.std if self.moments.count > 1 else 0.0
+""",
+    ),
+    Bug(
+        "accuracy_of_likelihoods",
+        "the accuracy that is logged compares log-probabilities, and the margin beside it rewards",
+        "TRL",
+        "dpo",
+        ("metric_totals",),
+        patch="""
+-        "rewards/accuracies": Mean.of(preference_accuracy(*ratios), decided),
++        "rewards/accuracies": Mean.of(preference_accuracy(*logps), decided),
+""",
+    ),
+    Bug(
+        "score_of_truncated_in_the_last_token",
+        "a truncated response keeps the rewards of its earlier tokens, besides the score that is set for it",
+        "of the field",
+        "rloo",
+        ("effects_as_declared",),
+        patch="""
+     kl_k3,
++    last_token,
+     leave_one_out,
+@@
+-            fixed = place_scores(placed.new_full((len(mask),), self.method.missing_eos_score), mask)
+-            return torch.where(terminated.unsqueeze(-1), placed, fixed)
++            cut = last_token(mask) & ~terminated.unsqueeze(-1)
++            return placed.masked_fill(cut, self.method.missing_eos_score)
+""",
+    ),
+    Bug(
+        "kept_by_what_is_logged",
+        "groups are kept by their score where named rewards are compared, and the score is only logged",
+        "of the field",
+        "grpo",
+        ("effects_as_declared",),
+        patch="""
+-        groups: Tensor = self.rewards(rollouts, scores).unflatten(0, (-1, size))  # [G, size, N]
+-        return (groups != groups[:, :1]).flatten(1).any(1).repeat_interleave(size)
++        groups = per_response(scores).view(-1, size)
++        return (groups != groups[:, :1]).any(1).repeat_interleave(size)
+""",
+    ),
+    Bug(
+        "pools_of_other_images",
+        "prompts with the same text and other images share a pool of responses",
+        "of the field",
+        "rft",
+        ("images",),
+        patch="""
+-        prompts = [f"{query.tolist()}{each.name}" for query, each in zip(x.sequences.queries, seen, strict=True)]
++        prompts = [str(query.tolist()) for query in x.sequences.queries]
+""",
+    ),
+    Bug(
+        "margins_of_integers",
+        "margins of pairs are cut to integers, because they take the type of token ids",
+        "of the field",
+        "reward",
+        ("scores_count_where_declared",),
+        patch="""
+-        margins = torch.tensor([float(row.get("margin") or 0) for row in rows], device=pairs.chosen.input_ids.device)
++        margins = pairs.chosen.input_ids.new_tensor([row.get("margin") or 0 for row in rows])
+""",
+    ),
 )

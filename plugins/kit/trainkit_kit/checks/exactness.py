@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -165,9 +166,11 @@ def metric_totals(bench: Bench) -> None:
     """Check that each metric of the loss, merged from micro-batches of any size, is that of the whole batch.
 
     In a mean of means a micro-batch of two tokens counts as much as one of a thousand. Metrics are totals and
-    counts, `Mean.of(values, mask)`, and every micro-batch must have the same ones.
+    counts, `Mean.of(values, mask)`, and every micro-batch must have the same ones. Where there are
+    ``rewards/accuracies``, they are the share of the rows whose ``rewards/margins`` are positive.
 
-    Causes: `Mean.of(values)` without the mask; a metric that only some micro-batches have; a number of Python.
+    Causes: `Mean.of(values)` without the mask; a metric that only some micro-batches have; a number of Python; an
+    accuracy of log-probabilities beside margins of rewards.
     """
     trainer = nudged(bench.collected())
     with torch.no_grad():
@@ -180,6 +183,10 @@ def metric_totals(bench: Bench) -> None:
                 require(not odd, f"not all micro-batches of {size} have the metric {', '.join(odd)}")
             together = floats(m.merge(*parts))
             require_same_metrics(whole, together, f"metrics of a batch as a whole and in micro-batches of {size}")
+            for one in map(floats, parts if size == 1 and "rewards/margins" in whole else ()):
+                margin, accuracy = one["rewards/margins"], one.get("rewards/accuracies", math.nan)
+                right = math.isnan(accuracy) or math.isnan(margin) or margin == 0 or accuracy == (margin > 0)
+                require(right, f"rewards/accuracies of a row is {accuracy:g}, and rewards/margins is {margin:g}")
 
 
 @check(where=lambda subject: subject.installed)

@@ -236,7 +236,8 @@ def _by_dataset(bench: Bench, under: Mapping[str, Any]) -> Change:
     if "pairs" in bench.subject.inputs:
         pairs = trainer.encode_preferences(rows)
         own = {ids_of(side)[at] for side in (pairs.chosen, pairs.rejected)}
-        samples = [{**pair, "margin": 3.0} if index == at else pair for index, pair in enumerate(PAIRS)]
+        # from 0.25; as integers, both are 0
+        samples = [{**pair, "margin": 0.75} if index == at else pair for index, pair in enumerate(PAIRS)]
         arguments: dict[str, Any] = {"samples": samples}
     else:
         own = {ids_of(trainer.encode_samples(rows))[at]}

@@ -26,9 +26,11 @@ from trainkit_kit.checks.tools import (
     readings,
     require_close,
     require_same_weights,
+    sequences_in,
     weighted,
     weights,
 )
+from trainkit_kit.checks.traces import printed
 from trainkit_kit.failures import require
 from trainkit_kit.subjects import Bench, Subject
 
@@ -350,11 +352,12 @@ def images(bench: Bench) -> None:
     """Check that a model that reads images learns from prompts with images of different sizes.
 
     Means are exact, no token of an image is trained, the policy before the first update is the one that sampled, what
-    reads the images is trained, and a resumed run ends bit-equal. A trainer that learns from text alone sets
+    reads the images is trained, a response is trained with the image that it was sampled for, also if another prompt
+    differs by its image alone, and a resumed run ends bit-equal. A trainer that learns from text alone sets
     ``images = False``, and is not checked; neither is one that needs an environment.
 
     Causes: sequences that are made again from token ids, without `Sequences.images`; rows that are reordered, and their
-    images not; `policy.model` called directly instead of `self.policy`.
+    images not; prompts that are told apart by their token ids; `policy.model` called directly instead of `self.policy`.
     """
     from trainkit.testing.images import idefics_processor, pictured, tiny_idefics3
 
@@ -370,6 +373,10 @@ def images(bench: Bench) -> None:
         require(rows.images is not None, "the loss calls the policy without the images of the prompts")
         require(not (rows.response_mask & (rows.input_ids == token)).any(), "tokens of images are trained")
     _require_one_gradient(trainer, "a model that reads images")
+    if bench.subject.online:
+        sampled = {row for rollouts in trainer.collector.collection.rollouts for row in _pictured(rollouts.sequences)}
+        trained = {row for part in sequences_in(trainer.store.experience) for row in _pictured(part)}
+        require(trained <= sampled, "a response is trained with the image of another prompt than it was sampled for")
     place, logged = bench.place(), Logged()
     bench.learnt(place, callbacks=[logged], **given, train__save_interval=1, train__total_steps=1)
     if has_a_first_ratio(bench.subject):
@@ -383,6 +390,16 @@ def images(bench: Bench) -> None:
     require_same_weights(
         weights(straight), weights(resumed), "weights of an uninterrupted and of a resumed run on images"
     )
+
+
+def _pictured(sequences: Sequences) -> list[tuple[Any, str]]:
+    """Return the ids of each row with a response, and what the model reads of its image, without padding."""
+    rows = [(ids, sequences.select(torch.tensor([at])).images) for at, ids in enumerate(ids_of(sequences)) if ids[1]]
+    inputs = [{} if images is None else images.inputs for _, images in rows]
+    return [
+        (ids, printed({name: x[x != 0] for name, x in each.items()}))
+        for (ids, _), each in zip(rows, inputs, strict=True)
+    ]
 
 
 @check(where=lambda subject: subject.language)

@@ -70,12 +70,13 @@ def state_is_complete(bench: Bench) -> None:
     Causes: an attribute that is assigned in `prepare_experience` or `after_step` and not saved; a `load_state_dict`
     that forgets a key.
     """
+    changes = {**into_next_collection(bench), "optimizer.lr": 0.01}
     for settings in variants(bench):
-        trainer = _with_few_prompts(bench.trainer(**{"train.total_steps": 3, "optimizer.lr": 0.01, **settings}))
+        trainer = _with_few_prompts(bench.trainer(**{**changes, **settings}))
         before = _attributes(trainer)
         trainer.learn()
         path = trainer.save(bench.place())
-        again = _with_few_prompts(bench.trainer(**{"train.total_steps": 3, "optimizer.lr": 0.01, **settings}))
+        again = _with_few_prompts(bench.trainer(**{**changes, **settings}))
         again.load(path)
         under = f" under {settings}" if settings else ""
         alike = printed(trainer.state_dict()) == printed(again.state_dict())
