@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainkit.testing import Declaration, Effect, Structure, World, nudged
-from trainkit_dpo.xpo import xpo_loss
 
 
 def mean_of_three(trainer: Any) -> float:
@@ -34,10 +33,19 @@ def loss_of_ipo_by_its_formula(trainer: Any) -> float:
     return float(trainer.loss(batch)[0] / due[batch.decided].mean())
 
 
-def xpo_of_three(trainer: Any) -> float:
-    """Return the mean loss of preferred responses with these log-ratios, without the bonus."""
-    ratios = torch.tensor([2.0, -1.0, 0.0])
-    return float(xpo_loss(ratios, ratios, torch.ones(3), beta=trainer.method.beta, alpha=0.0).mean())
+@torch.no_grad()
+def loss_of_xpo_by_its_formula(trainer: Any) -> float:
+    """Return the loss divided by the mean of −log σ(s β x), or 0 for s = 0, + α log π(y_ref), with every sign s."""
+    batch = nudged(trainer, 0.1).store.experience.to(trainer.accelerator.device)
+    batch = replace(batch, sign=torch.arange(len(batch)).to(batch.sign) % 3 - 1)
+    own, other = (
+        trainer.policy(side).logprobs.double().masked_fill(~side.response_mask, 0.0).sum(1)
+        for side in (batch.own, batch.other)
+    )
+    ratios = own - batch.ref_own - other + batch.ref_other
+    preferred = -(batch.sign * trainer.method.beta * ratios).sigmoid().log()
+    due = preferred.masked_fill(batch.sign == 0, 0.0) + trainer.method.alpha * other
+    return float(trainer.loss(batch)[0] / due.mean())
 
 
 SMOOTHED = {"method.loss_type": "robust"}
@@ -191,8 +199,11 @@ KIT = {
     ),
     "XPOTrainer": Declaration(
         effects={
-            "beta": Effect(xpo_of_three, equals={0.1: 0.678561, 1.0: 0.711112}),
-            "alpha": Effect("gradient", linear=(0.0, 0.05, 0.1)),
+            "beta": Effect(loss_of_xpo_by_its_formula, equals={0.1: 1.0, 1.0: 1.0}),
+            "alpha": [
+                Effect("gradient", linear=(0.0, 0.05, 0.1)),
+                Effect(loss_of_xpo_by_its_formula, equals={0.0: 1.0, 0.1: 1.0}),
+            ],
         },
         structure=(OF_GROUPS,),  # a score is compared with that of the reference
         expected_failures={

@@ -2108,4 +2108,37 @@ BUGS = (
 +        margins = pairs.chosen.input_ids.new_tensor([row.get("margin") or 0 for row in rows])
 """,
     ),
+    Bug(
+        "weights_of_tokens_for_responses",
+        "a response with one ratio has the mean importance weight of its tokens instead of their product",
+        "of the field",
+        "rloo",
+        ("corrections_as_declared",),
+        patch="""
+-        return "sequence" if self.method.ratio_level == "sequence" else super().correction_level
++        return super().correction_level
+""",
+    ),
+    Bug(
+        "no_bonus_for_ties",
+        "the bonus for exploration is left out for prompts whose responses have equal scores",
+        "of the field",
+        "xpo",
+        ("effects_as_declared",),
+        patch="""
+-    return -F.logsigmoid(sign * beta * ratios) * (sign != 0) + alpha * other
++    return (alpha * other - F.logsigmoid(sign * beta * ratios)) * (sign != 0)
+""",
+    ),
+    Bug(
+        "fitted_at_the_temperature_of_samples",
+        "a model is fitted with logits divided by the temperature of samples for evaluation",
+        "of the field",
+        "sft",
+        ("sampling_settings_do_not_count",),
+        patch="""
+-        return make_policy(model)
++        return make_policy(model, temperature=config.rollout.temperature)
+""",
+    ),
 )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trainkit_kit.checking import check
+from trainkit_kit.checks.structure import structures
 from trainkit_kit.checks.tools import Ids, credits_of, ids_of
 from trainkit_kit.failures import require
 from trainkit_kit.subjects import Bench, Subject
@@ -29,11 +30,20 @@ def corrections_as_declared(bench: Bench) -> None:
     """Check that importance weights multiply what is learnt from a response, for the corrections that are declared.
 
     With rollouts of older weights, or of an engine with other numbers, an algorithm that ignores the weights learns
-    from responses that the policy would no longer give, as if they were its own.
+    from responses that the policy would no longer give, as if they were its own. Where the ratio of the loss is
+    declared to be that of a response, so is the importance weight: the product of those of its tokens.
 
     Causes: `self.importance_weights(rollouts, policy)` is not called, or its result not used; the weights are
-    multiplied before a statistic such as whitening, so that they change other rows.
+    multiplied before a statistic such as whitening, so that they change other rows; a `correction_level` that does not
+    follow the ratio of the loss.
     """
+    for structure in structures(bench.subject, "surrogate"):
+        level = bench.trainer(**structure.under).correction_level
+        require(
+            structure.surrogate != "sequence" or level == "sequence",
+            f"the loss has one ratio for a response, and importance weights are of the level {level!r}; override "
+            "correction_level",
+        )
     declared = bench.subject.trainer_class.corrections
     for correction in ("decoupled", "masked"):
         if correction in declared:

@@ -189,6 +189,21 @@ def metric_totals(bench: Bench) -> None:
                 require(right, f"rewards/accuracies of a row is {accuracy:g}, and rewards/margins is {margin:g}")
 
 
+@check(where=lambda subject: not subject.online and subject.language)
+def sampling_settings_do_not_count(bench: Bench) -> None:
+    """Check that what is learnt from a dataset does not depend on how responses are sampled for evaluations.
+
+    Online, the temperature is part of the policy, whose ratios are those of the distribution that has sampled.
+    A dataset was not sampled at that temperature.
+
+    Causes: `make_policy` with the temperature of `rollout`; a `get_arch` that was copied from an online algorithm.
+    """
+    trainers = [nudged(bench.collected(rollout__temperature=temperature)) for temperature in (1.0, 0.5)]
+    one, other = (gradient(trainer, trainer.store.experience) for trainer in trainers)
+    what = "gradients with a rollout.temperature of 1 and of 0.5"
+    require_same_gradient(one, other, what, model=trainers[0].unwrapped)
+
+
 @check(where=lambda subject: subject.installed)
 def two_processes(bench: Bench) -> None:
     """Check that two processes train as one does: same gradient, metrics, samples, state and weights after six steps.
