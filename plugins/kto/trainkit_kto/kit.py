@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +37,14 @@ def loss_by_its_formula(trainer: Any) -> float:
     good, bad = ((1 + (sign * method.beta * (r - z)).exp()) ** -1 for sign in (1, -1))
     due = torch.where(batch.desirable, method.desirable_weight * good, method.undesirable_weight * bad)
     return float(trainer.loss(trainer.prepare_step(batch))[0] / due.mean())
+
+
+def shift_of_a_late_label(trainer: Any) -> float:
+    """Return δ after a step with desirable samples alone, of the reward 4, and one with undesirable ones, of 2."""
+    for rewards in ({"desirable": 4.0, "undesirable": math.nan}, {"desirable": math.nan, "undesirable": 2.0}):
+        trainer.judge({f"rewards/{label}": reward for label, reward in rewards.items()})
+        trainer.progress.step += 1
+    return float(trainer.shift)
 
 
 EFFECTS: dict[str, Effect | list[Effect]] = {
@@ -85,7 +94,12 @@ STRUCTURE = (
 KIT = {
     "KTOTrainer": Declaration(effects=EFFECTS, structure=STRUCTURE),
     "BCOTrainer": Declaration(
-        effects={"beta": Effect("credit of desirable", proportional=(0.05, 0.1, 0.2))},
+        effects={
+            "beta": [
+                Effect("credit of desirable", proportional=(0.05, 0.1, 0.2)),
+                Effect(shift_of_a_late_label, equals={0.1: 3.0}),
+            ]
+        },
         structure=(replace(OF_ROWS, gradient=bco_of_the_paper),),
     ),
 }

@@ -2141,4 +2141,16 @@ BUGS = (
 +        return make_policy(model, temperature=config.rollout.temperature)
 """,
     ),
+    Bug(
+        "mean_of_all_steps",
+        "the running mean of a label's rewards divides by all steps, also those without the label",
+        "of the field",
+        "bco",
+        ("effects_as_declared",),
+        patch="""
+-                self.seen = {**self.seen, label: [steps + 1, mean + (reward - mean) / (steps + 1)]}
++                mean += (reward - mean) / (self.progress.step + 1)
++                self.seen = {**self.seen, label: [steps + 1, mean]}
+""",
+    ),
 )

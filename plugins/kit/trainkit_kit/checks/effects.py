@@ -156,7 +156,7 @@ def has_numbers_or_none(subject: Subject) -> bool:
 
 @check(where=has_numbers_or_none)
 def zero_is_a_number(bench: Bench) -> None:
-    """Check that a setting that may be None acts at 0 as it does at a millionth, and not as if it were None.
+    """Check that 0 is not taken for None, where a setting may be both and a millionth acts otherwise than None.
 
     A score of 0 for responses that have not ended, or a weight of 0, is a choice; None is another.
 
@@ -167,14 +167,15 @@ def zero_is_a_number(bench: Bench) -> None:
         if not {float, NoneType} <= kinds_of(field):
             continue
         settings = contexts(bench.subject).get(name, {})
-        at = [{**settings, f"method.{name}": value} for value in (0.0, 1e-6)]
+        at = [{**settings, f"method.{name}": value} for value in (None, 0.0, 1e-6)]
         if any(trainer_with(bench, each) is None for each in at):
             continue
-        zero, close = (_gradient(bench, each) for each in at)
+        none, zero, close = (_gradient(bench, each) for each in at)
         require(
-            float((zero - close).norm()) <= 1e-3 * float(close.norm()),
-            f"the gradient with method.{name} = 0 has the norm {float(zero.norm()):.6g}, with 0.000001 "
-            f"{float(close.norm()):.6g}, and they differ by {float((zero - close).norm()):.4g}: 0 is taken for None",
+            float((zero - none).norm()) > 1e-6 * float(none.norm())
+            or float((zero - close).norm()) <= 1e-3 * float(close.norm()),
+            f"the gradient with method.{name} = 0 is that with None, of the norm {float(none.norm()):.6g}, and with "
+            f"0.000001 it has the norm {float(close.norm()):.6g}: 0 is taken for None",
         )
 
 
