@@ -290,8 +290,8 @@ def adjacent(sequences: Sequences) -> Sequences:
     """Return sequences without what stands between the outputs of a row."""
     chosen = sequences.response_mask
     keep = sequences.attention_mask & (chosen | (chosen.cumsum(1) == 0) | (chosen.flip(1).cumsum(1).flip(1) == 0))
-    ids, masks = ([values[row].tolist() for values, row in zip(each, keep, strict=True)] for each in
-                  (sequences.input_ids, chosen))  # fmt: skip
+    ids = [row[kept].tolist() for row, kept in zip(sequences.input_ids, keep, strict=True)]
+    masks = [row[kept].tolist() for row, kept in zip(chosen, keep, strict=True)]
     return Sequences.from_rows(ids, masks).to(chosen.device)
 
 
